@@ -36,7 +36,7 @@ from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
 from fornax.kernels._matmul import orthogonalize
 from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import StackedScale, add_rms_norm, rms_norm
-from fornax.kernels._packed import PackedWeight, pack
+from fornax.kernels._packed import PackedWeight, Precision, pack
 from fornax.kernels._paged_attention import (
     TPU_LANES,
     PreparedAttention,
@@ -95,6 +95,7 @@ __all__ = [
     "LossSums",
     "Operation",
     "PackedWeight",
+    "Precision",
     "PreparedAttention",
     "StackedScale",
     "Support",

@@ -64,6 +64,8 @@ class MTP:
 
 Speculation = NGram | DraftModel | MTP
 
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -71,8 +73,11 @@ class EngineConfig:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of weights and products; auto keeps the stored one. On CPU sums are in float32."""
-    quantization: Literal["int8"] | None = None
-    """int8: weights in groups of 8-bit integers (CPU)."""
+    quantization: Quantization | None = None
+    """Weights of few bits, rounded to the nearest when they are loaded (CPU). int8, int4: integers
+    with a scale for 64 inputs of an output, multiplied with activations in 8 bits. fp8: e4m3 with a
+    scale for an output; mxfp4: e2m1 with a power of two for 32 inputs; both with activations in
+    bfloat16. The output projection of int4 is in int8, of mxfp4 in fp8."""
     seed: int = 0
     """Seed of requests that bring none."""
 

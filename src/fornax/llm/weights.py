@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class Placement:
 
     mesh: Mesh | None
     rules: Rules
-    precision: Literal["float32", "bfloat16", "int8"] | None
+    precision: kernels.Precision | None
     """Precision of packed weights; None: plain arrays."""
     compute_dtype: jnp.dtype
     """Of activations."""
@@ -200,7 +200,7 @@ def _place(
             f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
         )
     if config.quantization is not None:
-        check_model(model, "serve in int8")
+        check_model(model, "serve quantized")
     if config.quantization is not None and target.elsewhere:
         raise EngineError(
             f"quantization={config.quantization} runs on JAX's first device; give no other devices"
@@ -217,7 +217,7 @@ def _place(
     if platform != "cpu":
         return Placement(None, DEFAULT_RULES, None, compute, target.single)
     stored = "float32" if dtype == jnp.float32 else "bfloat16"
-    precision = config.quantization or stored
+    precision: kernels.Precision = config.quantization or stored
     return Placement(None, DEFAULT_RULES, precision, compute, target.single)
 
 
@@ -301,6 +301,7 @@ def _pack_like(now: kernels.PackedWeight, value: jax.Array) -> kernels.PackedWei
         jax.device_put(jnp.asarray(value, now.dtype), device),
         inputs=len(now.inputs),
         precision=now.precision,
+        group=now.group,
         stacked=now.stacked,
         implementation=now.implementation,
     )
@@ -341,17 +342,24 @@ def _in_place(path: ParamPath, value: Any) -> Any:
     return kernels.GroupedWeight(values=value)
 
 
+_OF_OUTPUTS: dict[kernels.Precision, kernels.Precision] = {"int4": "int8", "mxfp4": "fp8"}
+"""What the output projection has where the layers have 4 bits: its error is each logit's own."""
+
+
 def _pack(
     model: Decoder, path: ParamPath, value: jax.Array, where: Placement
 ) -> kernels.PackedWeight:
     projection = functools.reduce(getattr, map(str, path[:-1]), model)
     assert isinstance(projection, Projection), f"{path} is not of a projection"
-    routes = "router" in projection.kernel.get_metadata()["axes"]
+    precision = where.precision or "float32"
+    if "router" in projection.kernel.get_metadata()["axes"]:
+        precision = "float32"  # whatever its experts do
+    elif path[0] == "lm_head":
+        precision = _OF_OUTPUTS.get(precision, precision)
     return kernels.pack(
         jnp.asarray(value),
         inputs=projection.num_inputs,
-        # A router computes in float32 whatever its experts do.
-        precision="float32" if routes or where.precision is None else where.precision,
+        precision=precision,
         stacked=path[0] in ("layers", "mtp"),
     )
 

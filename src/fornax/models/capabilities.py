@@ -13,7 +13,7 @@ _ENGINE_USES = (
     "prefix reuse",
     "speculation",
     "serve adapters",
-    "serve in int8",
+    "serve quantized",
     "vLLM plugin",
     "plan serve",
 )
@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
 
 _ONLY_FORNAX = {
-    "serve in int8": "serve it in bfloat16",
+    "serve quantized": "serve it in bfloat16",
     "vLLM plugin": "serve it with `fornax serve`",
 }
 _NO_PIPELINE = {"stage axis": "give its devices to mesh.fsdp or mesh.tensor"}

@@ -151,7 +151,7 @@ def test_states_are_copied_one_after_the_other() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, r"serve in int8\); serve it in bfloat16"),
+        ({"quantization": "int8"}, r"serve quantized\); serve it in bfloat16"),
     ],
 )
 def test_what_cannot_be_served_says_what_to_do_instead(

@@ -15,7 +15,9 @@ from fornax.kernels._native import build, units
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 IMPLEMENTATIONS = ["native", "plain"]
-PRECISIONS = ["float32", "bfloat16", "int8"]
+PRECISIONS = ["float32", "bfloat16", "int8", "int4", "fp8", "mxfp4"]
+STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 15, "fp8": 2**-4}
+"""Largest error of a weight, as a share of the greatest; of mxfp4 0.25."""
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:
@@ -36,7 +38,7 @@ def test_layers_of_a_stack_inside_a_scan(implementation, precision) -> None:
         return jax.lax.scan(step, None, jnp.arange(3))[1]
 
     expected = jnp.einsum("btk,lknh->lbtnh", x, packed.unpack())
-    tolerance = {"float32": 1e-5, "bfloat16": 0.1, "int8": 0.2}[precision]
+    tolerance = {"float32": 1e-5, "bfloat16": 0.1, "fp8": 0.1, "mxfp4": 0.1}.get(precision, 0.2)
     np.testing.assert_allclose(every_layer(packed, x), expected, atol=tolerance)
 
 
@@ -49,8 +51,8 @@ def test_unpack_returns_the_weight_as_stored(implementation, precision) -> None:
     )
     assert packed.shape == packed.unpack().shape == w.shape
     assert packed.at(1).shape == packed.at(1).unpack().shape == w.shape[1:]
-    steps = {"float32": 0.0, "bfloat16": 2**-8, "int8": 0.5 / 127}[precision]
-    np.testing.assert_allclose(packed.unpack(), w, atol=steps * float(jnp.abs(w).max()))
+    allowed = STEPS.get(precision, 0.25) * float(jnp.abs(w).max())
+    np.testing.assert_allclose(packed.unpack(), w, atol=allowed)
     np.testing.assert_array_equal(packed.at(1).unpack(), packed.unpack()[1])
 
 
@@ -60,10 +62,11 @@ def test_several_input_axes() -> None:
     np.testing.assert_allclose(y, jnp.tensordot(x, w, 2), rtol=1e-5, atol=1e-5)
 
 
-def test_packing_inside_jit_gives_the_same() -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_packing_inside_jit_gives_the_same(precision) -> None:
     w, x = _normal(20, 30), _normal(3, 20, seed=1)
-    inside = jax.jit(lambda w: kernels.pack(w, precision="int8"))(w)
-    outside = kernels.pack(w, precision="int8")
+    inside = jax.jit(lambda w: kernels.pack(w, precision=precision))(w)
+    outside = kernels.pack(w, precision=precision)
     assert inside.implementation == outside.implementation
     np.testing.assert_array_equal(inside.linear(x), outside.linear(x))
 
@@ -87,17 +90,43 @@ def test_what_is_not_finite_stays_in_its_row_and_shows(precision, value) -> None
     assert jnp.isfinite(jnp.delete(y, 2, axis=0)).all()
 
 
-def test_int8_takes_zeros_and_the_smallest_numbers() -> None:
-    packed = kernels.pack(_normal(128, 40), precision="int8")
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_a_weight_that_is_not_finite_spoils_its_output_alone(precision, value, implementation):
+    w = _normal(200, 40).at[150, 7].set(value)
+    packed = kernels.pack(w, precision=precision, implementation=implementation)
+    y = packed.linear(_normal(3, 200, seed=1))
+    assert not jnp.isfinite(y[:, 7]).any()
+    assert jnp.isfinite(jnp.delete(y, 7, axis=1)).all()
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8", "mxfp4"])
+def test_few_bits_take_zeros_and_the_smallest_numbers(precision) -> None:
+    packed = kernels.pack(_normal(128, 40), precision=precision)
     tiny = jnp.full((1, 128), 2e-38)
     assert jnp.abs(packed.linear(jnp.concatenate([jnp.zeros((1, 128)), tiny]))).max() < 1e-30
-    zeros = kernels.pack(jnp.zeros((128, 40)), precision="int8")
-    np.testing.assert_array_equal(zeros.linear(_normal(2, 128)), 0)
+    for w in (0.0, 1e-39):
+        zeros = kernels.pack(jnp.full((128, 40), w), precision=precision)
+        np.testing.assert_array_equal(zeros.linear(_normal(2, 128)), 0)
 
 
-def test_memory_is_that_of_the_precision() -> None:
-    sizes = [kernels.pack(_normal(128, 64), precision=p).nbytes for p in PRECISIONS]
-    assert sizes == [128 * 64 * 4, 128 * 64 * 2, 128 * 64 + 2 * 64 * 4]
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_is_that_of_the_precision(implementation) -> None:
+    w = _normal(128, 64)
+    sizes = {
+        precision: kernels.pack(w, precision=precision, implementation=implementation).nbytes
+        for precision in PRECISIONS
+    }
+    groups, values = 2 * 64, 128 * 64
+    assert sizes == {
+        "float32": 4 * values,
+        "bfloat16": 2 * values,
+        "int8": values + 4 * groups,
+        "int4": values // 2 + 5 * groups,
+        "fp8": values + 4 * 64,
+        "mxfp4": values // 2 + 2 * groups,
+    }
 
 
 def test_any_object_with_a_product_is_a_weight() -> None:
@@ -124,7 +153,10 @@ def test_over_several_devices_the_product_is_xlas() -> None:
 @pytest.mark.parametrize(
     ("misuse", "words"),
     [
-        (lambda w: kernels.pack(w, precision="int4"), "precision='int4' is unknown"),
+        (lambda w: kernels.pack(w, precision="int2"), "precision='int2' is unknown"),
+        (lambda w: kernels.pack(w, precision="int4", group=48), "group=48 is none of int4's"),
+        (lambda w: kernels.pack(w, precision="mxfp4", group=64), "group=64 is none of mxfp4's"),
+        (lambda w: kernels.pack(w, group=64), "float32 has no groups"),
         (lambda w: kernels.pack(w, inputs=2), "leaves no outputs"),
         (lambda w: kernels.pack(w, implementation="fast"), "implementation='fast' is unknown"),
         (lambda w: kernels.pack(w).at(0), "is one layer"),
@@ -151,10 +183,12 @@ import jax.numpy as jnp, numpy as np
 from fornax import kernels
 rng = np.random.default_rng(0)
 w, x = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((200, 70), (19, 200)))
-for precision, tolerance in (("float32", 1e-5), ("bfloat16", 2e-5), ("int8", 0.012)):
+tolerances = {"float32": 1e-5, "int8": 0.012, "int4": 0.012}
+for precision in ("float32", "bfloat16", "int8", "int4", "fp8", "mxfp4"):
+    tolerance = tolerances.get(precision, 2e-5)
     packed = kernels.pack(w, precision=precision, implementation="native")
     y = np.asarray(packed.linear(x))
-    rounded = x.astype(jnp.bfloat16) if precision == "bfloat16" else x
+    rounded = x if precision in tolerances else x.astype(jnp.bfloat16)
     exact = np.asarray(rounded, np.float64) @ np.asarray(packed.unpack(), np.float64)
     assert np.abs(y - exact).max() < tolerance * np.abs(exact).max(), precision
     for start, stop in ((3, 4), (5, 12), (0, 13)):
@@ -163,11 +197,17 @@ print("right")
 """
 
 
+_AVX_VNNI = (
+    (*units.PREBUILT["avx2"][0], "-mavxvnni"),
+    units.PREBUILT["avx2"][1] | {"avx_vnni"},
+)
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["plain", *units.PREBUILT])
+@pytest.mark.parametrize("name", ["plain", "avx_vnni", *units.PREBUILT])
 def test_kernel_is_right_on_lesser_processors(name, tmp_path) -> None:
     """The paths that this processor would not take: plain, and what a wheel carries."""
-    march, needed = units.PREBUILT.get(name, ((), frozenset()))
+    march, needed = {"plain": ((), frozenset()), "avx_vnni": _AVX_VNNI, **units.PREBUILT}[name]
     if not needed <= build._features():
         pytest.skip(f"this processor cannot run code compiled for {name}")
     done = subprocess.run(

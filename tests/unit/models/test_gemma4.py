@@ -88,7 +88,7 @@ def test_pages_are_counted_for_layers_that_keep_keys_only() -> None:
     assert page_bytes(DENSE, 4, jnp.float32) == (4 * 2 * 2 * 2 * 8 * 4, 4 * 2 * 2 * 16 * 4)
 
 
-@pytest.mark.parametrize("use", ["stage axis", "serve adapters", "serve in int8"])
+@pytest.mark.parametrize("use", ["stage axis", "serve adapters", "serve quantized"])
 def test_what_does_not_take_it_refuses_it(use: str) -> None:
     with pytest.raises(ConfigError, match=rf"(heads of their own|share keys).*\({use}\)"):
         check_model(DENSE, use)

@@ -13,6 +13,8 @@ HEADERS = (
     "paged_block.h",
     "bfloat16_product.h",
     "grouped_product.h",
+    "packed_product.h",
+    "quantized_product.h",
 )
 UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),

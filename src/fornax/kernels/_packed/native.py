@@ -1,7 +1,7 @@
 """Packed weights by the native CPU kernel (`_native/linear.cc`).
 
 Legend: L layers, M rows, K inputs, N outputs, P panels of 32 outputs, U words of 4 bytes that hold
-1, 2 or 4 inputs, G groups of 64 inputs.
+1, 2, 4 or 8 inputs of an output, G groups of inputs.
 """
 
 import itertools
@@ -9,14 +9,26 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from fornax.kernels import _native
-from fornax.kernels._packed.plain import GROUP, quantize
+from fornax.kernels._packed.formats import Parts, Precision
 
-__all__ = ["layout", "linear", "linears", "unavailable", "unpack"]
+__all__ = ["codes", "layout", "linears", "unavailable"]
 
 _PANEL = 32
 """Outputs of a panel; the kernel has the same number."""
+
+_ORDERS: dict[Precision, tuple[int, ...]] = {
+    "float32": (0,),
+    "bfloat16": (0, 1),
+    "int8": (0, 1, 2, 3),
+    "int4": (0, 4, 1, 5, 2, 6, 3, 7),
+    "fp8": (0, 2, 1, 3),
+    "mxfp4": (0, 4, 2, 6, 1, 5, 3, 7),
+}
+"""Which input of a word lies where; the first of two codes of 4 bits is a byte's lower half."""
 
 
 def unavailable() -> str | None:
@@ -24,52 +36,60 @@ def unavailable() -> str | None:
     return _native.unavailable("linear")
 
 
-def layout(w_LKN: jax.Array, precision: str) -> tuple[jax.Array, jax.Array | None]:
-    """Return the values [L, P, U, 32, inputs of a word], and for int8 the scales [L, P, G, 32].
+def layout(given: Parts, precision: Precision, group: int | None) -> Parts:
+    """Return values [L, P, U, 32, bytes or floats of a word], scales and zeros [L, P, G, 32].
 
-    float32 and bfloat16 as they are, int8 as uint8 with 128 added. Inputs and outputs that fill up
-    a word, a group or a panel are zeros.
+    Codes of few bits are bytes, of 4 bits two to a byte; int8 has 128 added. What fills up a word,
+    a group or a panel is zeros, which no input of a row is multiplied with.
     """
-    if precision == "float32":
-        return _panels(w_LKN.astype(jnp.float32), 1), None
-    if precision == "bfloat16":
-        return _panels(w_LKN.astype(jnp.bfloat16), 2), None
-    values, scales = quantize(w_LKN)
-    values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % GROUP), (0, 0)))
-    unsigned = (values.astype(jnp.int16) + 128).astype(jnp.uint8)
-    return _panels(unsigned, 4), _panels(scales, 1)[..., 0]
+    values, order = given.values, np.array(_ORDERS[precision])
+    if precision == "int8":
+        values = (values.astype(jnp.int16) + 128).astype(jnp.uint8)
+    elif precision == "fp8":
+        values = lax.bitcast_convert_type(values, jnp.uint8)
+    filled = jnp.pad(values, ((0, 0), (0, -values.shape[1] % (group or len(order))), (0, 0)))
+    words = _panels(filled, len(order))[..., order]
+    if len(order) == 8:
+        words = words[..., ::2] | (words[..., 1::2] << 4)
+    return Parts(words, *(None if each is None else _grouped(each) for each in given[1:]))
 
 
-def linear(
-    x_MK: jax.Array, values: jax.Array, scales: jax.Array | None, layer: jax.Array, outputs: int
-) -> jax.Array:
-    """Return y [M, N] in the dtype of x."""
-    return linears(x_MK, [(values, scales, layer, outputs)])[0]
+def codes(parts: Parts, precision: Precision, inputs: int, outputs: int) -> Parts:
+    """Undo `layout`: return values [L, K, N], scales and zeros [L, G, N]."""
+    words, order = parts.values, _ORDERS[precision]
+    if len(order) == 8:
+        words = jnp.stack([words & 15, words >> 4], axis=-1).reshape(*words.shape[:-1], 8)
+    values = _rows(words[..., np.argsort(order)])[:, :inputs, :outputs]
+    if precision == "int8":
+        values = (values.astype(jnp.int16) - 128).astype(jnp.int8)
+    elif precision == "fp8":
+        values = lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+    shared = (each if each is None else _rows(each[..., None]) for each in parts[1:])
+    return Parts(values, *(each if each is None else each[:, :, :outputs] for each in shared))
 
 
 def linears(
-    x_MK: jax.Array, weights: Sequence[tuple[jax.Array, jax.Array | None, jax.Array, int]]
+    x_MK: jax.Array, weights: Sequence[tuple[Parts, jax.Array, int]], precision: Precision
 ) -> list[jax.Array]:
-    """Return y [M, N] for each of several weights of one precision, in one call.
+    """Return y [M, N] in the dtype of x for each of several weights, in one call.
 
-    A weight is what `linear` takes: values, scales, layer, outputs.
+    A weight is its parts, the layer of them, and its outputs; all have groups of one size.
     """
     shapes = [(x_MK.shape[0], outputs) for *_, outputs in weights]
     if 0 in x_MK.shape or any(0 in shape for shape in shapes):
         return [jnp.zeros(shape, x_MK.dtype) for shape in shapes]
     results = [jax.ShapeDtypeStruct(shape, x_MK.dtype) for shape in shapes]
     call = jax.ffi.ffi_call("fornax_linear", results, vmap_method="sequential")
-    arrays = [(v, jnp.zeros((0,)) if s is None else s, layer) for v, s, layer, _ in weights]
-    return list(call(x_MK, *itertools.chain.from_iterable(arrays)))
+    none = jnp.zeros((0,), jnp.uint8)
+    arrays = [
+        (*(none if each is None else each for each in parts), layer) for parts, layer, _ in weights
+    ]
+    return list(call(x_MK, *itertools.chain.from_iterable(arrays), precision=precision))
 
 
-def unpack(values: jax.Array, scales: jax.Array | None, inputs: int, outputs: int) -> jax.Array:
-    """Return the values as float32 [L, K, N]."""
-    w_LKN = _rows(values)
-    if scales is not None:
-        wide = jnp.repeat(_rows(scales[..., None]), GROUP, axis=1)
-        w_LKN = (w_LKN.astype(jnp.float32) - 128) * wide
-    return w_LKN[:, :inputs, :outputs].astype(jnp.float32)
+def _grouped(each_LGN: jax.Array) -> jax.Array:
+    """Return [L, P, G, 32]."""
+    return _panels(each_LGN, 1)[..., 0]
 
 
 def _panels(w_LKN: jax.Array, inputs: int) -> jax.Array:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
 from fornax.kernels._packed import native, plain
-from fornax.kernels._packed.weight import PackedWeight, Precision
+from fornax.kernels._packed.formats import FORMATS, Parts, Precision, group_of, quantize
+from fornax.kernels._packed.weight import PackedWeight
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
@@ -21,20 +22,31 @@ def pack(
     *,
     inputs: int = 1,
     precision: Precision = "float32",
+    group: int | None = None,
     stacked: bool = False,
     implementation: Literal["native", "plain"] | None = None,
 ) -> PackedWeight:
     """Lay out a weight for products that only read it.
 
-    Precisions: "float32" stores float32. "bfloat16" stores bfloat16 and rounds x to it.
-    "int8" stores 8-bit integers with a float32 scale for every 64 inputs of an output; the native
-    kernel rounds x in the same way, row by row, and the plain one widens the weight. All sum in
-    float32.
+    "float32" stores float32, "bfloat16" bfloat16, to which x is rounded. All others store codes of
+    few bits and a scale for a group of an output's inputs, the nearest to w; all sum in float32:
+
+    | precision | code | scale | group | x |
+    |---|---|---|---|---|
+    | int8 | -127 to 127 | float32 | 32, 64 or 128 inputs; 64 unless said | int8 * |
+    | int4 | 0 to 15, one of them is 0 | float32 | 32, 64 or 128 inputs; 64 unless said | int8 * |
+    | fp8 | float8_e4m3fn | float32 | 32, 64 or 128 inputs; all unless said | bfloat16 |
+    | mxfp4 | e2m1 | a power of two | 32 inputs | bfloat16 |
+
+    * by the native kernel, each row group by group with a scale of its own, and multiplied as
+    integers; the plain one widens the weight and leaves x as it is. The codes are the same.
 
     Args:
         w: [*in, *out], or [L, *in, *out] if stacked; any floating dtype.
         inputs: how many axes of a layer are summed over.
         precision: how values are stored and multiplied.
+        group: inputs that share a scale; None for what the table says. The last group of an output
+            may have fewer.
         stacked: whether the first axis is layers.
         implementation: "native" is the C++ kernel on CPU, "plain" is XLA's; None for the native one
             where it runs.
@@ -43,10 +55,10 @@ def pack(
         A weight for `kernels.linear`.
 
     Raises:
-        KernelError: an unknown precision, axes that do not fit, or an implementation that declines.
+        KernelError: an unknown precision or group, axes that do not fit, or an implementation that
+            declines.
     """
-    if precision not in ("float32", "bfloat16", "int8"):
-        raise KernelError(f"precision={precision!r} is unknown; use float32, bfloat16 or int8")
+    group = group_of(precision, group)
     first = 1 if stacked else 0
     if not 0 < inputs < w.ndim - first or 0 in w.shape:
         raise KernelError(
@@ -56,12 +68,12 @@ def pack(
     sizes_in, sizes_out = w.shape[first : first + inputs], w.shape[first + inputs :]
     w_LKN = w.reshape(-1, math.prod(sizes_in), math.prod(sizes_out))
     chosen = _choose(w, implementation)
-    values, scales = _lay_out(w_LKN, precision, chosen)
+    parts = _lay_out(w_LKN, precision, group, chosen)
     return PackedWeight(
-        values=values,
-        scales=scales,
+        **parts._asdict(),
         layer=None,
         precision=precision,
+        group=group,
         implementation=chosen,
         inputs=sizes_in,
         outputs=sizes_out,
@@ -70,13 +82,18 @@ def pack(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _lay_out(
-    w_LKN: jax.Array, precision: str, implementation: str
-) -> tuple[jax.Array, jax.Array | None]:
+    w_LKN: jax.Array, precision: Precision, group: int | None, implementation: str
+) -> Parts:
     """Lay out as one compiled program: op by op it would take several times as long."""
-    layout = native.layout if implementation == "native" else plain.layout
-    return layout(w_LKN, precision)
+    if precision in FORMATS:
+        parts = quantize(w_LKN, precision, group)
+    else:
+        parts = Parts(w_LKN.astype(precision))
+    if implementation == "native":
+        return native.layout(parts, precision, group)
+    return plain.layout(parts, precision)
 
 
 def _choose(w: jax.Array, wanted: str | None) -> Literal["native", "plain"]:

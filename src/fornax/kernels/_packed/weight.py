@@ -14,10 +14,9 @@ import numpy as np
 
 from fornax.config.errors import KernelError
 from fornax.kernels._packed import native, plain
+from fornax.kernels._packed.formats import FORMATS, Parts, Precision, dequantize
 
-__all__ = ["PackedWeight", "Precision"]
-
-Precision = Literal["float32", "bfloat16", "int8"]
+__all__ = ["PackedWeight"]
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +31,14 @@ class PackedWeight:
     values: jax.Array
     """[L, ...]: layers, laid out as the implementation wants them."""
     scales: jax.Array | None
-    """[L, ...] float32: what int8 values are multiplied by."""
+    """[L, ...]: what codes of few bits are multiplied by, float32 or (mxfp4) e8m0 as uint8."""
+    zeros: jax.Array | None
+    """[L, ...] uint8: which code is 0, where that is not the same for all."""
     layer: jax.Array | None
     """int32: which layer of the stack this is; None for the stack itself."""
     precision: Precision = dataclasses.field(metadata={"static": True})
+    group: int | None = dataclasses.field(metadata={"static": True})
+    """Inputs that share a scale; None for all of an output's, or where there are no scales."""
     implementation: Literal["native", "plain"] = dataclasses.field(metadata={"static": True})
     inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     """Sizes of the axes summed over."""
@@ -60,7 +63,7 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all layers as they are stored."""
-        return sum(a.size * a.dtype.itemsize for a in (self.values, self.scales) if a is not None)
+        return sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(self._parts))
 
     def at(self, layer: jax.Array | int) -> "PackedWeight":
         """Return one layer of a stack, without copying it.
@@ -89,23 +92,25 @@ class PackedWeight:
             KernelError: a stack without a layer, or shapes or dtypes that do not fit.
         """
         self._check(x, inputs)
-        run = native.linear if self.implementation == "native" else plain.linear
-        y_MN = run(self._rows(x), *self._parts())
+        if self.implementation == "native":
+            return self.linears(x, [self], inputs)[0]
+        y_MN = plain.linear(self._rows(x), self._parts, self._index(), self.precision, self.group)
         return y_MN.reshape(*x.shape[: x.ndim - inputs], *self.outputs)
 
     @classmethod
     def linears(
         cls, x: jax.Array, weights: "Sequence[PackedWeight]", inputs: int
     ) -> list[jax.Array]:
-        """Return `linear` of x for each weight; native ones of one precision share a call."""
+        """Return `linear` of x for each weight; native ones that are alike share a call."""
         first = weights[0]
-        alike = all((w.implementation, w.precision) == ("native", first.precision) for w in weights)
-        if not alike:
+        kinds = {(weight.implementation, weight.precision, weight.group) for weight in weights}
+        if kinds != {("native", first.precision, first.group)}:
             return [weight.linear(x, inputs) for weight in weights]
         for weight in weights:
             weight._check(x, inputs)
         lead = x.shape[: x.ndim - inputs]
-        found = native.linears(first._rows(x), [weight._parts() for weight in weights])
+        given = [(w._parts, w._index(), math.prod(w.outputs)) for w in weights]
+        found = native.linears(first._rows(x), given, first.precision)
         return [
             y_MN.reshape(*lead, *weight.outputs)
             for y_MN, weight in zip(found, weights, strict=True)
@@ -113,21 +118,26 @@ class PackedWeight:
 
     def unpack(self) -> jax.Array:
         """Return the array this stands for, as precise as it is stored, in its first dtype."""
-        run = native.unpack if self.implementation == "native" else plain.unpack
-        sizes = (math.prod(self.inputs), math.prod(self.outputs))
-        values, scales = self.values, self.scales
+        parts, K, N = self._parts, math.prod(self.inputs), math.prod(self.outputs)
         if self.layer is not None or not self.stacked:
-            values = values[self._index()][None]
-            scales = None if scales is None else scales[self._index()][None]
-        return run(values, scales, *sizes).astype(self.dtype).reshape(self.shape)
+            parts = jax.tree.map(lambda each: each[self._index()][None], parts)
+        if self.implementation == "native":
+            found = native.codes(parts, self.precision, K, N)
+        else:
+            found = plain.codes(parts, self.precision, K)
+        w_LKN = found.values
+        if self.precision in FORMATS:
+            w_LKN = dequantize(found, self.precision, self.group)
+        return w_LKN.astype(self.dtype).reshape(self.shape)
 
     def _rows(self, x: jax.Array) -> jax.Array:
         """Return x as [M, K]."""
         lead = x.shape[: x.ndim - len(self.inputs)]
         return x.reshape(math.prod(lead), math.prod(self.inputs))
 
-    def _parts(self) -> tuple[jax.Array, jax.Array | None, jax.Array, int]:
-        return self.values, self.scales, self._index(), math.prod(self.outputs)
+    @property
+    def _parts(self) -> Parts:
+        return Parts(self.values, self.scales, self.zeros)
 
     def _index(self) -> jax.Array:
         return jnp.int32(0) if self.layer is None else self.layer

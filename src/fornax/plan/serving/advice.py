@@ -101,8 +101,10 @@ def _changes(model: ServedModel, config: EngineConfig, topology: Topology) -> It
         other = replace(config, dtype="bfloat16")
         yield "dtype", "half the weights and cache", "--dtype bfloat16", other, topology
     if topology.chip.platform == "cpu" and config.quantization is None and size == 1:
-        other = replace(config, quantization="int8")
-        yield "int8", "weights in 8 bits", "--quantization int8", other, topology
+        for quantization, bits in (("int8", 8), ("int4", 4)):
+            other = replace(config, quantization=quantization)
+            text, flags = f"weights in {bits} bits", f"--quantization {quantization}"
+            yield "quantization", text, flags, other, topology
     if config.kv_cache_memory_bytes is None:
         for share in _SHARES:
             if share < config.gpu_memory_utilization:

@@ -112,8 +112,7 @@ def _part(path: tuple[object, ...]) -> str:
 def _leaves(value: Weight) -> list[jax.ShapeDtypeStruct]:
     """The arrays of a weight, packed or plain."""
     if isinstance(value, kernels.PackedWeight):
-        arrays = [array for array in (value.values, value.scales) if array is not None]
-        return cast("list[jax.ShapeDtypeStruct]", arrays)
+        return cast("list[jax.ShapeDtypeStruct]", jax.tree.leaves(value))
     return [value]
 
 
