@@ -28,8 +28,8 @@ from _contestants import Cell, Contestant, Standing, agreement, contest, python_
 
 HERE = Path(__file__).parent
 ENGINE = "fornax"
-PRECISIONS = ("float32", "bfloat16", "int8")
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+PRECISIONS = ("float32", "bfloat16", "int8", "int4")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int4": 0.5}
 IN_THIS_PYTHON = (ENGINE, "transformers", "jax")
 """Contestants that run where this script does; the others have environments of their own."""
 CONTESTANTS = (*IN_THIS_PYTHON, "llamacpp", "ctranslate2", "openvino")
@@ -164,7 +164,7 @@ def _count_touched(
 
 def run(held: Contest, name: str, args: argparse.Namespace) -> None:
     """Run every cell."""
-    size = _random_llama.SHAPES[name].weights * BYTES[held.precision]
+    size = int(_random_llama.SHAPES[name].weights * BYTES[held.precision])
     before = read_bandwidth(size, args.threads)
     for cell in cells(args):
 

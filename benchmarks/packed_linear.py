@@ -29,7 +29,8 @@ from fornax import kernels
 
 SIZES = ("512x1536", "1024x4096", "4096x4096", "512x32000")
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 1024)
-STACK_BYTES = 256e6
+PRECISIONS = ("float32", "bfloat16", "int8", "fp8", "int4", "mxfp4")
+STACK_BYTES = 512e6
 """Bytes of a stack in float32: several times the last cache."""
 SECONDS = 1.5
 """How long the contestants of one number of rows take turns."""
@@ -166,7 +167,7 @@ def _compiled_read() -> Callable[[int, int], float]:
 
 def _packed(w: jax.Array) -> list[Contestant]:
     found = []
-    for precision in ("float32", "bfloat16", "int8"):
+    for precision in PRECISIONS:
         packed = kernels.pack(w, precision=precision, stacked=True)
 
         @jax.jit

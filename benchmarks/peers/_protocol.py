@@ -74,7 +74,9 @@ def serve(load: Load) -> None:
     """Be a contestant until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--precision", choices=("float32", "bfloat16", "int8"), required=True)
+    parser.add_argument(
+        "--precision", choices=("float32", "bfloat16", "int8", "int4"), required=True
+    )
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as answers:

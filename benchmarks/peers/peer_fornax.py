@@ -23,7 +23,7 @@ class Fornax:
         self._model = model
         self._options: dict[str, Any] = {
             "dtype": "float32" if precision == "float32" else "bfloat16",
-            "quantization": "int8" if precision == "int8" else None,
+            "quantization": precision if precision.startswith("int") else None,
         }
         self._parts: Any = None
         self.details = {

@@ -33,7 +33,7 @@ class LlamaCpp:
         ]
         self.details = {
             "versions": f"llama-cpp-python {llama_cpp.__version__}",
-            "weights": {"int8": "q8_0"}.get(precision, precision),
+            "weights": {"int8": "q8_0", "int4": "q4_0"}.get(precision, precision),
             "cache": "float32" if precision == "float32" else "float16",
             "built with": " ".join(features),
         }
@@ -105,7 +105,7 @@ def write(model: Path, folder: Path, precision: str) -> None:
     import gguf
 
     config = json.loads((model / "config.json").read_text())
-    kind = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}[precision]
+    kind = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}[precision]
     quantized = getattr(gguf.GGMLQuantizationType, kind)
     experts = config["model_type"] == "qwen3_moe"
     writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3moe" if experts else "llama")

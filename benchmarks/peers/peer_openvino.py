@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from _protocol import Record, converted, serve
+from _protocol import AbsentError, Record, converted, serve
 
 HINTS = {
     "float32": {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
@@ -21,6 +21,8 @@ class OpenVino:
         import openvino
         import openvino_genai
 
+        if precision not in HINTS:
+            raise AbsentError(f"its {precision} is not converted here")
         self._genai, self._tensor, self._array = openvino_genai, openvino.Tensor, np.asarray
         kind = "int8" if precision == "int8" else "fp32"
         self._folder = converted(model, f"openvino-{kind}", lambda path: write(model, path, kind))

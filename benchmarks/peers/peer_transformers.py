@@ -9,8 +9,8 @@ class Transformers:
     """A model of transformers in one of PyTorch's float types."""
 
     def __init__(self, model: Path, precision: str, threads: int) -> None:
-        if precision == "int8":
-            raise AbsentError("transformers has no int8 for CPU without another library")
+        if precision.startswith("int"):
+            raise AbsentError(f"transformers has no {precision} for CPU without another library")
         import torch
         import transformers
 

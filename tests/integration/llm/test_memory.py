@@ -44,10 +44,10 @@ def live_bytes() -> int:
     [
         (False, {}),
         (False, {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}),
-        (True, {"quantization": "int8"}),
+        (True, {"quantization": "int4"}),
         (True, {"enable_lora": True, "dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 18}),
     ],
-    ids=["plain", "adapters", "draft and int8", "draft, adapters and bfloat16"],
+    ids=["plain", "adapters", "draft and int4", "draft, adapters and bfloat16"],
 )
 def test_the_account_is_what_an_engine_holds(
     drafts: bool, options: dict[str, Any], folder: Path

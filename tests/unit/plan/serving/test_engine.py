@@ -69,7 +69,7 @@ FOUR = {"tensor_parallel_size": 4}
         pytest.param("latent", "float32", FOUR, marks=pytest.mark.exhaustive),
         ("linear", "bfloat16", {}),
         pytest.param("linear", "float32", FOUR, marks=pytest.mark.exhaustive),
-        ("windowed", "float32", {"quantization": "int8", "kv_cache_memory_bytes": 1 << 20}),
+        ("windowed", "float32", {"quantization": "int4", "kv_cache_memory_bytes": 1 << 20}),
         pytest.param("mamba", "float32", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("mamba", "bfloat16", {}, marks=pytest.mark.exhaustive),
         pytest.param("pageless", "float32", {}, marks=pytest.mark.exhaustive),
