@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
-from fornax.kernels import TPU_LANES, paged_table_fits
+from fornax.kernels import TPU_LANES
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec
 from fornax.models import (

@@ -5,9 +5,10 @@ from fornax.kernels._paged_attention.call import PreparedAttention
 from fornax.kernels._paged_attention.operation import (
     paged_attention,
     paged_attention_operation,
+    paged_attention_update,
     prepare_paged_attention,
 )
-from fornax.kernels._paged_attention.tpu import TPU_LANES, paged_table_fits
+from fornax.kernels._paged_attention.tpu import LANES as TPU_LANES
 
 __all__ = [
     "TPU_LANES",
@@ -15,7 +16,7 @@ __all__ = [
     "copy_pages",
     "paged_attention",
     "paged_attention_operation",
-    "paged_table_fits",
+    "paged_attention_update",
     "paged_write",
     "paged_write_operation",
     "prepare_paged_attention",

@@ -105,10 +105,9 @@ def _blocks(inputs: PagedInputs, tiles: Tiles, width: int) -> tuple[Any, jax.Arr
 
 def _gather(inputs: PagedInputs, pages_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return these pages' keys and values in q's dtype: [M, D, K, H] each."""
-    L, P, S, _, H = inputs.kv_LPSCH.shape
-    kv = inputs.kv_LPSCH.reshape(L, P, S, inputs.kv_heads, inputs.parts, H)
+    H = inputs.q_TNH.shape[2]
     kv = (
-        kv[inputs.layer, pages_MD]
+        inputs.kv_LPSCH[inputs.layer, pages_MD]
         .reshape(pages_MD.shape[0], -1, inputs.kv_heads, inputs.parts, H)
         .astype(inputs.q_TNH.dtype)
     )

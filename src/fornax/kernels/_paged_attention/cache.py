@@ -1,7 +1,8 @@
 """Writing a step's keys and values into a paged cache, and copying pages of it.
 
 Legend: T tokens of the step, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K (k0, v0, k1, v1, ...) or, where keys are values too, C = K, M copies.
+S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
+width 2 H where a key lies beside its value; M copies.
 """
 
 from collections.abc import Callable
@@ -12,10 +13,11 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels._paged_attention import native
 from fornax.kernels._paged_attention.call import WriteCall
+from fornax.kernels._paged_attention.layout import slot_rows
 from fornax.kernels._paged_attention.sharded import write_over_mesh
 from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
 
-__all__ = ["copy_pages", "paged_write", "paged_write_operation"]
+__all__ = ["check_write", "copy_pages", "paged_write", "paged_write_operation", "write_here"]
 
 
 def scatter(
@@ -26,10 +28,8 @@ def scatter(
     slots_T: jax.Array,
 ) -> jax.Array:
     """Write by one scatter of XLA's."""
-    T, K, H = k_TKH.shape
     S = kv_LPSCH.shape[2]
-    parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
-    kv_TCH = jnp.stack(parts, axis=2).reshape(T, len(parts) * K, H).astype(kv_LPSCH.dtype)
+    kv_TCH = slot_rows(k_TKH, v_TKH, kv_LPSCH)
     return kv_LPSCH.at[layer, slots_T // S, slots_T % S].set(kv_TCH, mode="drop")
 
 
@@ -86,7 +86,7 @@ def paged_write(
     program, or carried through a scan.
 
     Args:
-        kv_LPSCH: the cache, floating.
+        kv_LPSCH: the cache, floating: C = 2 K, or C = K of width 2 H.
         k_TKH: keys, floating; rounded to the cache's dtype.
         v_TKH: values, likewise; None where keys are values too, of which the cache then holds one.
         layer: which layer of the stack, int32 scalar.
@@ -100,26 +100,44 @@ def paged_write(
     Raises:
         KernelError: arguments that do not fit together, or `implementation` cannot run the call.
     """
-    _check(kv_LPSCH, k_TKH, v_TKH, slots_T)
+    check_write(kv_LPSCH, k_TKH, v_TKH, slots_T)
 
-    def write(kv: jax.Array, k: jax.Array, v: jax.Array | None, *rest: jax.Array) -> jax.Array:
-        call = WriteCall(
-            platform=current_platform(),
-            tokens=k.shape[0],
-            kv_heads=k.shape[1],
-            head_dim=k.shape[2],
-            page_size=kv.shape[2],
-            dtype=jnp.dtype(k.dtype).name,
-            cache_dtype=jnp.dtype(kv.dtype).name,
-            shared=v is None,
-        )
-        return paged_write_operation.choose(call, implementation).run(kv, k, v, *rest)
+    def write(kv: jax.Array, *new: jax.Array) -> jax.Array:
+        return write_here(kv, *new, implementation=implementation)
 
     layer = jnp.asarray(layer, jnp.int32)
     return write_over_mesh(write, kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
 
 
-def _check(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> None:
+def write_here(
+    kv: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    layer: jax.Array,
+    slots: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Write on one device, as `paged_write` takes it."""
+    call = WriteCall(
+        platform=current_platform(),
+        tokens=k.shape[0],
+        kv_heads=k.shape[1],
+        head_dim=k.shape[2],
+        page_size=kv.shape[2],
+        dtype=jnp.dtype(k.dtype).name,
+        cache_dtype=jnp.dtype(kv.dtype).name,
+        shared=v is None,
+    )
+    return paged_write_operation.choose(call, implementation).run(kv, k, v, layer, slots)
+
+
+def check_write(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> None:
+    """Check what is written against the cache and each other.
+
+    Raises:
+        KernelError: arguments that do not fit together.
+    """
     parts, v = (1, k) if v is None else (2, v)
     if kv.ndim != 5 or k.ndim != 3 or k.shape != v.shape or k.dtype != v.dtype:
         raise KernelError(
@@ -127,7 +145,7 @@ def _check(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Array) -
             "[L, P, S, 2 K, H], [T, K, H], [T, K, H], keys and values of one dtype"
         )
     T, K, H = k.shape
-    if kv.shape[3:] != (parts * K, H):
+    if kv.shape[3:] not in ((parts * K, H), (K, parts * H)):
         raise KernelError(
             f"paged_write: kv{kv.shape} holds {kv.shape[3] // parts} heads of width {kv.shape[4]}, "
             f"but k{k.shape} has {K} of width {H}; they must agree"

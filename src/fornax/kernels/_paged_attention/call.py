@@ -1,8 +1,8 @@
 """What one paged attention call looks like: shapes and options, checked once for all.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K (k0, v0, k1, v1, ...) or, where keys are values too, C = K, R rows
-(sequences), W pages of a table's row.
+S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
+width 2 H where a key lies beside its value; R rows (sequences), W pages of a table's row.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from fornax.config.errors import KernelError
 from fornax.kernels.registry import current_platform
 
-__all__ = ["PagedCall", "PagedInputs", "PreparedAttention", "WriteCall", "describe"]
+__all__ = ["NewTokens", "PagedCall", "PagedInputs", "PreparedAttention", "WriteCall", "describe"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class PagedCall:
     sinks: bool
     shared: bool
     """Whether keys are values too."""
+    joined: bool = False
+    """Whether a key and its value are one row of the cache, of width 2 H."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,17 @@ class PreparedAttention:
     """A pytree of arrays; None where the implementation derives nothing."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewTokens:
+    """A step's keys and values, to be written before anything is read."""
+
+    k_TKH: jax.Array
+    v_TKH: jax.Array | None
+    """None where keys are values too."""
+    slots_T: jax.Array
+
+
 @dataclass(frozen=True)
 class PagedInputs:
     """The arrays and options of one call."""
@@ -82,6 +95,7 @@ class PagedInputs:
     softcap: float | None
     shared: bool = False
     prepared: PreparedAttention | None = None
+    new: NewTokens | None = None
 
     def prepared_for(self, implementation: str) -> Any:
         """What `implementation` derived from these rows before, or None."""
@@ -92,7 +106,13 @@ class PagedInputs:
     @property
     def kv_heads(self) -> int:
         """Key heads that the query heads divide over."""
-        return self.kv_LPSCH.shape[3] // self.parts
+        C, width = self.kv_LPSCH.shape[3:]
+        return C * width // (self.parts * self.q_TNH.shape[2])
+
+    @property
+    def joined(self) -> bool:
+        """Whether a key and its value are one row of the cache."""
+        return not self.shared and self.kv_LPSCH.shape[4] == 2 * self.q_TNH.shape[2]
 
     @property
     def parts(self) -> int:
@@ -126,6 +146,7 @@ def describe(inputs: PagedInputs) -> PagedCall:
         softcap=inputs.softcap,
         sinks=inputs.sinks_N is not None,
         shared=inputs.shared,
+        joined=inputs.joined,
     )
 
 
@@ -137,11 +158,14 @@ def _check_shapes(inputs: PagedInputs) -> None:
             "[T, N, H] and [L, P, S, 2 K, H]"
         )
     T, N, H = q.shape
-    if kv.shape[4] != H:
+    if 0 in (T, *kv.shape):
+        raise KernelError(f"paged_attention: q{q.shape} and kv{kv.shape} must not be empty")
+    if kv.shape[4] != H and not inputs.joined:
         raise KernelError(
-            f"paged_attention: q{q.shape} and kv{kv.shape} differ in head width; use one width"
+            f"paged_attention: q{q.shape} and kv{kv.shape} differ in head width; use one width, "
+            "or twice q's for keys beside their values"
         )
-    if kv.shape[3] == 0 or kv.shape[3] % inputs.parts:
+    if kv.shape[3] % inputs.parts and not inputs.joined:
         raise KernelError(
             f"paged_attention: kv{kv.shape} must hold each head's key and value side by side: "
             "its fourth dimension is twice the number of key heads"
@@ -154,8 +178,6 @@ def _check_shapes(inputs: PagedInputs) -> None:
     for name, array in (("q", q), ("kv", kv)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise KernelError(f"paged_attention: {name} is {array.dtype}; use a floating dtype")
-    if 0 in (T, *kv.shape):
-        raise KernelError(f"paged_attention: q{q.shape} and kv{kv.shape} must not be empty")
 
 
 def _check_rows(inputs: PagedInputs) -> None:

@@ -1,6 +1,7 @@
 """Which token belongs to which row, and where it stands: the arithmetic of a ragged step.
 
-Legend: T tokens of the step, R rows (sequences), M tiles, Q queries of a tile.
+Legend: T tokens of the step, R rows (sequences), M tiles, Q queries of a tile, K key heads,
+H head width, C rows of a slot, which are W wide.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,14 @@ import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
 
-__all__ = ["Tiles", "cut", "rows_and_positions"]
+__all__ = ["Tiles", "cut", "rows_and_positions", "slot_rows"]
+
+
+def slot_rows(k_TKH: jax.Array, v_TKH: jax.Array | None, kv_LPSCW: jax.Array) -> jax.Array:
+    """Return each token's key and value as the slots of a cache hold them, [T, C, W]."""
+    parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
+    rows = jnp.stack(parts, axis=2).reshape(k_TKH.shape[0], *kv_LPSCW.shape[3:])
+    return rows.astype(kv_LPSCW.dtype)
 
 
 def rows_and_positions(

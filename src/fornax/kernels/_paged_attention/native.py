@@ -5,7 +5,8 @@ pages where they lie. A token's result is bitwise the same whatever else is in t
 prompt was cut into chunks and however many threads there are.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K or, where keys are values too, K.
+S slots of a page, C = 2 K or, where keys are values too, K. A key beside its value is the same memory
+as a key above it.
 """
 
 import jax
@@ -46,7 +47,7 @@ def native(inputs: PagedInputs) -> jax.Array:
     )
     return call(
         inputs.q_TNH,
-        inputs.kv_LPSCH,
+        _apart(inputs.kv_LPSCH, inputs.q_TNH.shape[2]),
         inputs.layer,
         inputs.page_table_RW,
         inputs.query_start_R1,
@@ -69,9 +70,15 @@ def write(
     """Write a step's keys and values into the cache where it lies."""
     if v_TKH is None:
         v_TKH = jnp.zeros((0,), k_TKH.dtype)
+    apart = _apart(kv_LPSCH, k_TKH.shape[2])
     call = jax.ffi.ffi_call(
         "fornax_paged_write",
-        jax.ShapeDtypeStruct(kv_LPSCH.shape, kv_LPSCH.dtype),
+        jax.ShapeDtypeStruct(apart.shape, apart.dtype),
         input_output_aliases={0: 0},
     )
-    return call(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
+    return call(apart, k_TKH, v_TKH, layer, slots_T).reshape(kv_LPSCH.shape)
+
+
+def _apart(kv_LPSCH: jax.Array, width: int) -> jax.Array:
+    """The cache with keys above their values, each of one width."""
+    return kv_LPSCH.reshape(*kv_LPSCH.shape[:3], -1, width)

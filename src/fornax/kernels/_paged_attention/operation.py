@@ -1,9 +1,12 @@
-"""The paged attention operation: its one signature and its implementations in order of preference.
+"""The paged attention operation: its implementations in order of preference, and its callers, with
+a step's new keys and values or without.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K (k0, v0, k1, v1, ...), R rows (sequences), W pages of a table's row.
+S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
+width 2 H where a key lies beside its value; R rows (sequences), W pages of a table's row.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fornax.config.errors import KernelError
 from fornax.kernels._paged_attention import blockwise, native, tpu
-from fornax.kernels._paged_attention.call import PagedCall, PagedInputs, PreparedAttention, describe
+from fornax.kernels._paged_attention.cache import check_write, write_here
+from fornax.kernels._paged_attention.call import (
+    NewTokens,
+    PagedCall,
+    PagedInputs,
+    PreparedAttention,
+    describe,
+)
 from fornax.kernels._paged_attention.reference import reference
 from fornax.kernels._paged_attention.sharded import over_mesh
 from fornax.kernels.registry import Implementation, Operation, Work, register
 
-__all__ = ["paged_attention", "paged_attention_operation", "prepare_paged_attention"]
+__all__ = [
+    "paged_attention",
+    "paged_attention_operation",
+    "paged_attention_update",
+    "prepare_paged_attention",
+]
 
 
 _LONGEST = 1024
@@ -36,9 +52,10 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
     context_R = np.where(counts_R > 0, np.maximum(counts_R, pages * S), 0)
     table_RW = np.zeros((call.rows, W), np.int32)
     table_RW[:, :pages] = 1 + np.arange(call.rows * pages).reshape(call.rows, pages) % (4 * pages)
-    heads = call.kv_heads if call.shared else 2 * call.kv_heads
+    numbers = call.kv_heads * call.head_dim * (1 if call.shared else 2)
+    width = 2 * call.head_dim if call.joined else call.head_dim
     kv_LPSCH = jnp.asarray(
-        rng.normal(size=(1, 1 + 4 * pages, S, heads, call.head_dim)), call.cache_dtype
+        rng.normal(size=(1, 1 + 4 * pages, S, numbers // width, width)), call.cache_dtype
     )
     q_TNH = jnp.asarray(rng.normal(size=(call.tokens, call.heads, call.head_dim)), call.dtype)
     sinks_N = jnp.zeros(call.heads) if call.sinks else None
@@ -100,6 +117,9 @@ paged_attention_operation: Operation[PagedCall] = register(
     )
 )
 
+_WRITING = frozenset(["pallas_tpu"])
+"""Implementations that write new keys and values themselves."""
+
 _PREPARE: dict[str, Callable[[PagedInputs], Any]] = {
     "pallas_tpu": tpu.prepare,
     "xla": blockwise.prepare,
@@ -128,13 +148,14 @@ def paged_attention(
     softmax(mask(softcap(q k^T * scale))) v, with N / K query heads sharing a key/value head
     (Kwon et al. 2023). Token t of row r stands at position
     `context_lens[r] - (query_start[r + 1] - t)` and sees the positions up to its own; this step's
-    keys and values are in the cache already (`paged_write`). Under a mesh in use whose rules divide
-    the heads, each device computes its own heads.
+    keys and values are in the cache already (`paged_write`; `paged_attention_update` does both).
+    Under a mesh in use whose rules divide the heads, each device computes its own heads.
 
     Args:
         q_TNH: queries, floating; the rows' tokens one after the other, then padding.
         kv_LPSCH: the cache, floating, of any dtype: position p of row r lies in page
-            `page_table[r, p // S]`, slot `p % S`.
+            `page_table[r, p // S]`, slot `p % S`. A head's value lies below its key, C = 2 K, or
+            beside it in a row of 2 H numbers, C = K, which fills a TPU's lanes with heads of 64.
         layer: which layer of the stack, int32 scalar.
         page_table_RW: int32; entries that no token sees may be anything below P.
         query_start_R1: int32, cumulative; row r owns tokens [query_start[r], query_start[r + 1]).
@@ -169,10 +190,88 @@ def paged_attention(
         shared=shared,
         prepared=prepared,
     )
+    return _attend(inputs, implementation)
+
+
+def paged_attention_update(
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    kv_LPSCH: jax.Array,
+    *,
+    layer: jax.Array | int,
+    slots_T: jax.Array,
+    page_table_RW: jax.Array,
+    query_start_R1: jax.Array,
+    context_lens_R: jax.Array,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
+    prepared: PreparedAttention | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write one layer's keys and values of a step into the cache, then attend: one call on TPU,
+    `paged_write` and `paged_attention` elsewhere.
+
+    Args:
+        q_TNH: as `paged_attention` takes it, like all arguments that are not named here.
+        k_TKH: keys, floating; rounded to the cache's dtype.
+        v_TKH: values, likewise; None where keys are values too.
+        kv_LPSCH: the cache; written in place where the caller has no further use for it.
+        layer: which layer of the stack.
+        slots_T: int32, page * S + slot of each token: where the page table has its position.
+            What padding writes, if anything, goes to its slots.
+        page_table_RW: int32.
+        query_start_R1: int32.
+        context_lens_R: int32.
+        scale: factor on the scores.
+        window: number of keys visible.
+        softcap: applied to the scaled scores.
+        sinks_N: float logit per query head.
+        prepared: what `prepare_paged_attention` made of the same rows.
+        implementation: name of one implementation of `paged_attention` to run, no other.
+
+    Returns:
+        o_TNH as `paged_attention` returns it, and the cache with these tokens in it.
+
+    Raises:
+        KernelError: arguments that do not fit together, or `implementation` cannot run the call.
+    """
+    check_write(kv_LPSCH, k_TKH, v_TKH, slots_T)
+    inputs = PagedInputs(
+        q_TNH=q_TNH,
+        kv_LPSCH=kv_LPSCH,
+        layer=jnp.asarray(layer, jnp.int32),
+        page_table_RW=page_table_RW,
+        query_start_R1=query_start_R1,
+        context_lens_R=context_lens_R,
+        sinks_N=sinks_N,
+        scale=float(scale),
+        window=window,
+        softcap=softcap,
+        shared=v_TKH is None,
+        prepared=prepared,
+        new=NewTokens(k_TKH, v_TKH, slots_T),
+    )
+    if slots_T.shape != q_TNH.shape[:1]:
+        raise KernelError(
+            f"paged_attention_update: q{q_TNH.shape} and k{k_TKH.shape} must have the same tokens"
+        )
+    return _attend(inputs, implementation)
+
+
+def _attend(inputs: PagedInputs, implementation: str | None) -> Any:
+    """Compute on each device, and write first where there is something new."""
     describe(inputs)
 
-    def attend(local: PagedInputs) -> jax.Array:
-        return paged_attention_operation.choose(describe(local), implementation).run(local)
+    def attend(local: PagedInputs) -> Any:
+        chosen = paged_attention_operation.choose(describe(local), implementation)
+        new = local.new
+        if new is None or chosen.name in _WRITING:
+            return chosen.run(local)
+        kv = write_here(local.kv_LPSCH, new.k_TKH, new.v_TKH, local.layer, new.slots_T)
+        return chosen.run(dataclasses.replace(local, kv_LPSCH=kv, new=None)), kv
 
     return over_mesh(attend, inputs)
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.call import NewTokens, PagedInputs
 from fornax.mesh import dividing, mesh_in_use
 
 __all__ = ["over_mesh", "write_over_mesh"]
@@ -23,13 +23,14 @@ def over_mesh(
     """Run `attend` under the mesh in use, heads divided where they divide evenly.
 
     The cache is divided with the key heads; where these do not divide over the devices, each device
-    computes everything. The result has q's layout, or is whole on each device if `replicated`.
+    computes everything. The result has q's layout, or is whole on each device if `replicated`; with
+    new tokens the cache in its own layout follows.
     """
     mesh = mesh_in_use()
     if mesh is None:
         return attend(inputs)
     heads = dividing("activation_heads", inputs.q_TNH.shape[1], inputs.kv_heads)
-    arrays = {
+    arrays: dict[str, Any] = {
         "q_TNH": PartitionSpec(None, heads, None),
         "kv_LPSCH": PartitionSpec(None, None, None, heads, None),
         "layer": PartitionSpec(),
@@ -41,6 +42,13 @@ def over_mesh(
         arrays["sinks_N"] = PartitionSpec(heads)
     if inputs.prepared is not None:
         arrays["prepared"] = PartitionSpec()
+    if inputs.new is not None:
+        tokens = PartitionSpec(None, heads, None)
+        arrays["new"] = NewTokens(tokens, tokens, PartitionSpec())
+
+    results = arrays["q_TNH"]
+    if inputs.new is not None:
+        results = (results, arrays["kv_LPSCH"])
 
     def local(*parts: object) -> Any:
         named: dict[str, Any] = dict(zip(arrays, parts, strict=True))
@@ -50,7 +58,7 @@ def over_mesh(
         local,
         mesh=mesh,
         in_specs=tuple(arrays.values()),
-        out_specs=PartitionSpec() if replicated else arrays["q_TNH"],
+        out_specs=PartitionSpec() if replicated else results,
         check_vma=False,
     )(*(getattr(inputs, name) for name in arrays))
 
