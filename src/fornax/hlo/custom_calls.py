@@ -24,6 +24,10 @@ _SPLASH_COSTS = re.compile(r"splash:((?:\w+=\d+,?)+)")
 _SPLASH_PHASE = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 _ATTRIBUTE = re.compile(r"(\w+) = (\S+?)(?: : \w+)?[,}]")
 _COEFFICIENTS = re.compile(r"coefficients = dense<[^>]*> : tensor<(\d+)xf32>")
+_FULL = (
+    "{}: paged attention is counted for contexts as long as the page table or the window; how "
+    "long they are is known only when it runs"
+)
 _FREE_NAMES = (
     "Sharding SPMDFullToShardShape SPMDShardToFullShape AllocateBuffer annotate_device_placement "
     "MoveToHost MoveToDevice AssumeGatherIndicesInBound ConcatBitcast PartialReduce "
@@ -85,14 +89,13 @@ def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> Call
         costs = dict(pair.split("=") for pair in named[-1].strip(",").split(","))
         if phase.group(1) in costs:
             return CallCost("attention", Work(flops=float(costs[phase.group(1)])), traffic)
-    if "ragged_paged_attention" in name and not named:
-        return _ragged(instruction, shapes)
     config = instruction.backend_config.get("custom_call_config", {})
     estimate: dict[str, Any] = config.get("cost_estimate") or {}
     if estimate:
         flops, functions = (float(estimate.get(key, 0)) for key in ("flops", "transcendentals"))
         moved = int(estimate.get("bytes_accessed", 0)) or traffic
-        return CallCost(category, Work(flops=flops, transcendentals=functions), moved)
+        note = _FULL.format(instruction.name) if "ragged_paged_attention" in name else ""
+        return CallCost(category, Work(flops=flops, transcendentals=functions), moved, note)
     if phase:
         flops = _splash(phase.group(1), shapes, instruction.shape)
         note = (
@@ -157,28 +160,7 @@ def _paged_attention(instruction: Instruction, shapes: list[Shape], traffic: int
     context = shapes[3].dims[1] * slots
     flops = 4.0 * T * N * H * context
     moved = traffic - shapes[1].bytes + shapes[1].bytes // layers
-    return CallCost("attention", Work(flops=flops), moved, _full(instruction, context))
-
-
-def _ragged(instruction: Instruction, shapes: list[Shape]) -> CallCost:
-    """Return the cost of JAX's paged attention for TPU, its contexts taken as full."""
-    table = next(s.dims for s in shapes if s.dtype == "s32" and len(s.dims) == 2)
-    q = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 3)
-    pages = next(s for s in shapes if s.dtype != "s32" and len(s.dims) == 4)
-    (T, N, H), (rows, width) = q.dims, table
-    context = width * pages.dims[1]
-    moved = q.bytes_in(HBM) + instruction.shape.bytes_in(HBM)
-    moved += rows * width * (pages.bytes // pages.dims[0])
-    return CallCost(
-        "attention", Work(4.0 * T * N * H * context), moved, _full(instruction, context)
-    )
-
-
-def _full(instruction: Instruction, context: int) -> str:
-    return (
-        f"{instruction.name}: paged attention is counted for full contexts of {context} tokens; "
-        "how long they are is known only when it runs"
-    )
+    return CallCost("attention", Work(flops=flops), moved, _FULL.format(instruction.name))
 
 
 def _paged_write(_: Instruction, shapes: list[Shape], __: int) -> CallCost:

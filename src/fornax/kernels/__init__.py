@@ -38,12 +38,12 @@ from fornax.kernels._native import build_all as build_native
 from fornax.kernels._norm import StackedScale, add_rms_norm, rms_norm
 from fornax.kernels._packed import PackedWeight, Precision, pack
 from fornax.kernels._paged_attention import (
-    TPU_LANES,
     PreparedAttention,
     copy_pages,
     paged_attention,
     paged_attention_operation,
     paged_attention_update,
+    paged_head_layout,
     paged_write,
     paged_write_operation,
     prepare_paged_attention,
@@ -78,7 +78,6 @@ from fornax.kernels.tuning import autotuning
 __all__ = [
     "ACTIVATIONS",
     "LINEAR_OUTPUT",
-    "TPU_LANES",
     "Activation",
     "ArgmaxCall",
     "AttentionCall",
@@ -135,6 +134,7 @@ __all__ = [
     "paged_attention",
     "paged_attention_operation",
     "paged_attention_update",
+    "paged_head_layout",
     "paged_write",
     "paged_write_operation",
     "prepare_paged_attention",

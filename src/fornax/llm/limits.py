@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
-from fornax.kernels import TPU_LANES
+from fornax.kernels import paged_head_layout
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec
 from fornax.models import (
@@ -31,7 +31,8 @@ __all__ = [
     "resolve_limits",
 ]
 
-_LARGEST_PAGE = 256
+_LARGEST_PAGE = 64
+_SMALLEST_PAGE_BYTES = 2**14
 _CPU_CACHE_SHARE = 0.25
 _CPU_CACHE_MOST = 4 << 30
 _STATES_SHARE = 0.1
@@ -239,7 +240,9 @@ def limits_without_cache(
             f"max_num_batched_tokens={tokens} is below max_num_seqs={seqs}: a step must hold "
             "a token of every running sequence"
         )
-    page_size = config.block_size or _page_size(target.platform, seqs, length)
+    dtype = _cache_dtype(config, weights_dtype)
+    heads = cache_heads(model, target.platform, size, dtype)
+    page_size = config.block_size or _page_size(target.platform, heads, size, dtype)
     if model.attention_chunk is not None and model.attention_chunk % page_size:
         raise ConfigError(
             f"block_size={page_size} does not divide the model's chunks of "
@@ -252,9 +255,9 @@ def limits_without_cache(
         max_num_batched_tokens=tokens,
         page_size=page_size,
         num_pages=(0,) * len(cache_windows(model)),
-        cache_dtype=_cache_dtype(config, weights_dtype),
-        cache_heads=cache_heads(model, target.platform, size),
-        draft_heads=None if draft is None else cache_heads(draft, target.platform, size),
+        cache_dtype=dtype,
+        cache_heads=heads,
+        draft_heads=None if draft is None else cache_heads(draft, target.platform, size, dtype),
         state_versions=versions if keeps_states(model) else 0,
         state_checkpoints=_state_checkpoints(config, model, weights_dtype, seqs, target),
         draft_state_versions=versions if draft is not None and keeps_states(draft) else 0,
@@ -288,11 +291,13 @@ def _state_checkpoints(
     return max(1, min(2 * seqs, room // state_bytes(model, dtype)))
 
 
-def _page_size(platform: str, seqs: int, length: int) -> int:
-    """16 tokens; on TPU more where the page table would not fit in scalar memory as a whole."""
+def _page_size(platform: str, heads: tuple[CacheHeads, ...], shards: int, dtype: jnp.dtype) -> int:
+    """16 tokens; on TPU more where a device's share of a page in one layer would be small: each is
+    fetched by itself, which takes as long as 8 KiB of it."""
     size = 16
-    if platform == "tpu":
-        while size < _LARGEST_PAGE and not paged_table_fits(seqs, math.ceil(length / size)):
+    if platform == "tpu" and heads:
+        slot = min(own.numbers for own in heads) * dtype.itemsize // shards
+        while size < _LARGEST_PAGE and size * slot < _SMALLEST_PAGE_BYTES:
             size *= 2
     return size
 
@@ -317,18 +322,21 @@ def pages_needed(model: DecoderConfig, length: int, tokens: int, page_size: int)
 
 
 def cache_heads(
-    model: DecoderConfig, platform: str, tensor_parallel_size: int
+    model: DecoderConfig, platform: str, tensor_parallel_size: int, dtype: jnp.dtype
 ) -> tuple[CacheHeads, ...]:
-    """The heads that the cache holds in each group: one for each device at least, and on TPU as
-    wide as it would store them anyway."""
-    lanes = TPU_LANES if platform == "tpu" else 1
-    return tuple(
-        own._replace(
-            count=max(own.count, tensor_parallel_size),
-            width=math.ceil(own.width / lanes) * lanes,
-        )
-        for own in CacheHeads.of(model)
-    )
+    """The heads that the cache holds in each group: one for each device at least, and on TPU in
+    rows that fill its lanes."""
+
+    def held(own: CacheHeads) -> CacheHeads:
+        own = own._replace(count=max(own.count, tensor_parallel_size))
+        if platform != "tpu":
+            return own
+        count = own.count // tensor_parallel_size
+        shared = own.parts == 1
+        width, joined = paged_head_layout(own.width, count, dtype.name, shared=shared)
+        return own._replace(width=width, joined=joined)
+
+    return tuple(held(own) for own in CacheHeads.of(model))
 
 
 def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: DeviceSpec) -> int:

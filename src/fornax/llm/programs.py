@@ -432,7 +432,9 @@ def make_programs(
     routed = config.enable_return_routed_experts and not draft
     returned = describe_routed_experts(weights.config) if routed else None
     for size, layout in reversed(sizes.layouts.items()):
-        made = make_step(weights, layout, limits.max_model_len, bind, returns_experts=routed)
+        made = make_step(
+            weights, layout, limits.max_model_len, limits.cache_heads, bind, returns_experts=routed
+        )
         step, vector = functions.on_leaves(made), ints((layout.size,))
         args = (leaves, kv, states, tables, hidden, sampler.last_token, vector)
         forward = functions.forward(step, layout)
@@ -444,7 +446,9 @@ def make_programs(
             found["decode", size] = Program(weights, decode, args, (1, 2, 3, 4), where)
     if config.mtp:
         for size, layout in reversed(sizes.layouts.items()):
-            made = make_draft(weights, layout, limits.max_model_len, config.num_drafts)
+            made = make_draft(
+                weights, layout, limits.max_model_len, limits.cache_heads, config.num_drafts
+            )
             args = (leaves, kv, tables, hidden, ints((layout.size,)), ints((2, layout.rows)))
             draft_step = functions.on_leaves(made)
             where = (kv_places, everywhere)

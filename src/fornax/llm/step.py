@@ -23,6 +23,7 @@ from fornax import kernels
 from fornax.llm.weights import Weights
 from fornax.mesh import use_mesh
 from fornax.models import (
+    CacheHeads,
     Decoder,
     DeltaState,
     PagedCache,
@@ -128,6 +129,7 @@ def make_step(
     weights: Weights,
     layout: StepLayout,
     longest: int,
+    heads: tuple[CacheHeads, ...],
     bind: Bind | None,
     *,
     returns_experts: bool = False,
@@ -136,6 +138,7 @@ def make_step(
 
     Args:
       longest: the longest sequence served, for rope scalings that depend on it.
+      heads: that the cache holds in each group.
       bind: gives weights with adapters each token's adapter; None without adapters.
       returns_experts: whether it returns the experts that tokens took.
 
@@ -170,6 +173,7 @@ def make_step(
             query_start_R1=parts["query_start_R1"],
             context_lens_R=parts["context_lens_R"],
             windows=windows,
+            heads=heads,
             states=None if states is None else _slots_of_step(states, parts),
         )
         if bind is not None:
@@ -200,13 +204,18 @@ def parts_later(parts: dict[str, jax.Array], steps: jax.Array) -> dict[str, jax.
 
 
 def make_draft(
-    weights: Weights, layout: StepLayout, longest: int, count: int
+    weights: Weights,
+    layout: StepLayout,
+    longest: int,
+    heads: tuple[CacheHeads, ...],
+    count: int,
 ) -> Callable[..., tuple[Tables, jax.Array]]:
     """What the model's module for multi-token prediction does after a step, to be compiled.
 
     Args:
       layout: of the step.
       longest: see `make_step`.
+      heads: see `make_step`.
       count: tokens to propose, K.
 
     Returns:
@@ -241,7 +250,7 @@ def make_draft(
                 for table_AW, pages in zip(tables, kv, strict=True)
             ]
             starts_R1, lens_R = parts["query_start_R1"], parts["context_lens_R"]
-            cache = PagedCache(kv, tuple(of_step), starts_R1, lens_R, windows)
+            cache = PagedCache(kv, tuple(of_step), starts_R1, lens_R, windows, heads)
             positions_T = parts["positions_T"]
             x_TD, cache = model.paged_ahead(x_TD, tokens_T, positions_T, cache, longest=longest)
             return cache.kv, x_TD

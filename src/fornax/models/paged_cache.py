@@ -1,15 +1,15 @@
 """The paged key/value cache: pages of a few tokens each, in one array for each attention window.
 
 Legend: T tokens of the step, R sequences of the step, W pages of a table, L layers of a group,
-P pages, S slots of a page, C key and value heads in turn (C = 2 K; of latents C = K), N query
-heads, H head width.
+P pages, S slots of a page, C key and value heads in turn (C = 2 K; of latents, and of keys beside
+their values, C = K), N query heads, H head width.
 """
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class ChunkRows(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("kv", "tables", "query_start_R1", "context_lens_R", "states"),
-    meta_fields=("windows",),
+    meta_fields=("windows", "heads"),
 )
 @dataclass(frozen=True)
 class PagedCache:
@@ -102,6 +102,8 @@ class PagedCache:
     """int32: tokens of each sequence, the step's own included; 0 for rows without a sequence."""
     windows: tuple[int | None, ...]
     """The groups' windows."""
+    heads: "tuple[CacheHeads, ...]"
+    """The heads of each group, as its pages hold them."""
     states: StateSlots | None = None
     """Of linear layers; None where there are none."""
 
@@ -115,12 +117,13 @@ class PagedCache:
         """
         chunked = {kind.window for kind in config.layer_kinds() if kind.chunked}
         ready: list[PageTables] = []
-        for kv, tables, window in zip(self.kv, self.tables, self.windows, strict=True):
+        groups = zip(self.kv, self.tables, self.windows, self.heads, strict=True)
+        for kv, tables, window, own in groups:
             if window is not None and window in chunked:
                 tables = replace(tables, chunks=self._chunks(tables, tokens, kv.shape[2], window))
             table_RW, start_R1, context_R = self._rows(tables)
             prepared = kernels.prepare_paged_attention(
-                jax.ShapeDtypeStruct((tokens, config.num_heads, kv.shape[4]), dtype),
+                jax.ShapeDtypeStruct((tokens, config.num_heads, own.width), dtype),
                 kv,
                 page_table_RW=table_RW,
                 query_start_R1=start_R1,
@@ -128,7 +131,7 @@ class PagedCache:
                 window=window,
                 softcap=config.attention_logit_softcap,
                 sinks=config.attention_sinks,
-                shared=config.latent is not None,
+                shared=own.parts == 1,
             )
             ready.append(replace(tables, prepared=prepared))
         return replace(self, tables=tuple(ready))
@@ -148,28 +151,29 @@ class PagedCache:
         repeated and filled up with zeros to what the pages hold.
         """
         group = self.windows.index(options.window)
-        tables, kv = self.tables[group], self.kv[group]
+        tables, kv, own = self.tables[group], self.kv[group], self.heads[group]
         table_RW, start_R1, context_R = self._rows(tables)
-        shared, width = k_BTKH is not None and v_BTKH is None, kv.shape[4]
-        if k_BTKH is not None:
-            repeats = kv.shape[3] // ((1 if shared else 2) * k_BTKH.shape[2])
-            k_TKH = _fit(k_BTKH[0], width, repeats)
-            v_TKH = None if v_BTKH is None else _fit(v_BTKH[0], width, repeats)
-            kv = kernels.paged_write(kv, k_TKH, v_TKH, layer=place.among, slots_T=tables.slots_T)
-        o_TNH = kernels.paged_attention(
-            _fit(q_BTNH[0], width),
-            kv,
-            layer=place.among,
-            page_table_RW=table_RW,
-            query_start_R1=start_R1,
-            context_lens_R=context_R,
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
-            sinks_N=sinks_N,
-            shared=shared,
-            prepared=tables.prepared,
-        )
+        q_TNH = _fit(q_BTNH[0], own.width)
+        rows: dict[str, Any] = {
+            "layer": place.among,
+            "page_table_RW": table_RW,
+            "query_start_R1": start_R1,
+            "context_lens_R": context_R,
+            "scale": options.scale,
+            "window": options.window,
+            "softcap": options.softcap,
+            "sinks_N": sinks_N,
+            "prepared": tables.prepared,
+        }
+        if k_BTKH is None:
+            o_TNH = kernels.paged_attention(q_TNH, kv, shared=own.parts == 1, **rows)
+        else:
+            repeats = own.count // k_BTKH.shape[2]
+            k_TKH = _fit(k_BTKH[0], own.width, repeats)
+            v_TKH = None if v_BTKH is None else _fit(v_BTKH[0], own.width, repeats)
+            o_TNH, kv = kernels.paged_attention_update(
+                q_TNH, k_TKH, v_TKH, kv, slots_T=tables.slots_T, **rows
+            )
         everything = (*self.kv[:group], kv, *self.kv[group + 1 :])
         return o_TNH[None, ..., : q_BTNH.shape[3]], replace(self, kv=everything)
 
@@ -221,11 +225,20 @@ class CacheHeads(NamedTuple):
     """The model's, or more: what is more is zero."""
     parts: int = 2
     """Vectors of a head: its key and its value, or one that is both."""
+    joined: bool = False
+    """Whether a value lies beside its key, in a row of twice the width."""
 
     @property
     def numbers(self) -> int:
         """Numbers that a layer's pages hold of a token."""
         return self.parts * self.count * self.width
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """How many rows the pages hold of a token, and how wide."""
+        if self.joined:
+            return self.count, self.parts * self.width
+        return self.parts * self.count, self.width
 
     @staticmethod
     def of(config: DecoderConfig) -> "tuple[CacheHeads, ...]":
@@ -269,7 +282,7 @@ def describe_pages(
 
     return tuple(
         jax.ShapeDtypeStruct(
-            (layers, pages, page_size, own.parts * own.count, own.width),
+            (layers, pages, page_size, *own.rows),
             dtype,
             sharding=where(own),
         )

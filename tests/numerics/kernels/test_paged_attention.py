@@ -5,6 +5,7 @@ S slots of a page, R rows (sequences), W pages of a table's row.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from fornax import kernels
+from fornax.kernels._paged_attention import tpu as tpu_kernel
 
 L = 3
 
@@ -69,7 +71,7 @@ def make_step(
     rng = np.random.default_rng(0)
     options = {"scale": h**-0.5, **options}
     R = len(rows) + unused_rows
-    W = max(-(-context // page) for context, _ in rows) + 1
+    W = max((-(-context // page) for context, _ in rows), default=0) + 1
     P = sum(-(-context // page) for context, _ in rows) + 3
     free = list(rng.permutation(np.arange(1, P)))
     kv = np.full((L, P, page, parts * k, h), garbage, np.float64)
@@ -110,12 +112,19 @@ def make_step(
     )
 
 
-def run(step: Step, implementation: str, dtype: Any, cache_dtype: Any) -> np.ndarray:
-    """Compute the step's layer 1 under jit."""
+def _quickly(implementation: str) -> dict[str, Any]:
+    """Options of a compiler that would take longer to optimise what is interpreted than to run."""
+    return {"xla_backend_optimization_level": 0} if implementation == "pallas_tpu" else {}
+
+
+def run(
+    step: Step, implementation: str, dtype: Any, cache_dtype: Any, *, joined: bool = False
+) -> np.ndarray:
+    """Compute the step's layer 1 under jit; `joined` puts a value beside its key."""
     options = dict(step.options)
     sinks = options.pop("sinks_N", None)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=_quickly(implementation))
     def attend(q: jax.Array, kv: jax.Array, layer: jax.Array, *rows: jax.Array) -> jax.Array:
         table, start, lens = rows
         return kernels.paged_attention(
@@ -131,9 +140,10 @@ def run(step: Step, implementation: str, dtype: Any, cache_dtype: Any) -> np.nda
         )
 
     rows = (step.page_table_RW, step.query_start_R1, step.context_lens_R)
-    out = attend(
-        jnp.asarray(step.q_TNH, dtype), jnp.asarray(step.kv_LPSCH, cache_dtype), jnp.int32(1), *rows
-    )
+    kv = jnp.asarray(step.kv_LPSCH, cache_dtype)
+    if joined:
+        kv = kv.reshape(*kv.shape[:3], -1, 2 * kv.shape[4])
+    out = attend(jnp.asarray(step.q_TNH, dtype), kv, jnp.int32(1), *rows)
     assert out.dtype == dtype
     return np.asarray(out.astype(jnp.float32))
 
@@ -199,3 +209,131 @@ def test_cache_may_be_float8(implementation: str) -> None:
     step = make_step(MIXED, cache_dtype=jnp.float8_e4m3fn)
     found = run(step, implementation, jnp.float32, jnp.float8_e4m3fn)
     np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+def test_a_value_may_lie_beside_its_key(implementation: str) -> None:
+    step = make_step(MIXED)
+    found = run(step, implementation, jnp.float32, jnp.float32, joined=True)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
+
+
+ROWS = [(9, 1), (6, 6), (37, 1), (130, 40), (1, 1), (16, 16), (160, 37), (200, 1), (33, 33)]
+"""Contexts within a page, at its border and beyond, of several fetches; prompts longer than a block
+of queries, and blocks with several rows."""
+ON_TPU: dict[str, dict[str, Any]] = {
+    "mixed": {"h": 128},
+    "decode": {"rows": [(5, 1), (128, 1), (129, 1), (257, 1), (1, 1)], "h": 128, "padding": 0},
+    "one token": {"rows": [(1, 1)], "h": 128, "unused_rows": 0, "padding": 0},
+    "no tokens": {"rows": [], "h": 128, "padding": 8},
+    "a long prompt": {"rows": [(300, 150)], "h": 128, "n": 2, "k": 2},
+    "one key head": {"h": 128, "n": 6, "k": 1},
+    "wide group": {"h": 128, "n": 17, "k": 1},
+    "window": {"h": 128, "window": 7},
+    "window over fetches": {"h": 128, "window": 140},
+    "softcap": {"h": 256, "softcap": 2.0},
+    "width 256 of one head": {"h": 256, "n": 2, "k": 1},
+    "sinks and a window": {"h": 64, "window": 20, "sinks_N": np.array([0.5, -1.0, 2.0, 30.0])},
+    "width 192": {"h": 192},
+}
+LONGEST = ("decode", "one token", "no tokens", "wide group", "width 256 of one head", "width 192")
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several blocks of queries and fetches of keys in small steps; interpreted, all is slow."""
+    monkeypatch.setattr(tpu_kernel, "_BUFFER_KEYS", 128)
+    monkeypatch.setattr(tpu_kernel, "_BLOCK_TOKENS", 32)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.exhaustive if c in LONGEST else ()) for c in ON_TPU],
+)
+def test_the_tpu_kernel_agrees_with_float64(case: str) -> None:
+    step = make_step(**{"rows": ROWS, "page": 16, **ON_TPU[case]})
+    with kernels.target_platform("tpu", interpret=True):
+        joined = ON_TPU[case]["h"] % 128 != 0
+        found = run(step, "pallas_tpu", jnp.float32, jnp.float32, joined=joined)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "h", "tolerance"),
+    [
+        (jnp.float32, jnp.bfloat16, 128, 2e-5),
+        (jnp.bfloat16, jnp.bfloat16, 256, 2e-2),
+        (jnp.bfloat16, jnp.bfloat16, 64, 2e-2),
+    ],
+)
+def test_dtypes_may_differ_on_tpu(dtype: Any, cache_dtype: Any, h: int, tolerance: float) -> None:
+    step = make_step(ROWS, h=h, page=16, dtype=dtype, cache_dtype=cache_dtype)
+    with kernels.target_platform("tpu", interpret=True):
+        found = run(step, "pallas_tpu", dtype, cache_dtype, joined=h == 64)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=tolerance, atol=tolerance)
+
+
+def _apart(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A step's cache as it was before, and its tokens' keys and values, and where they go."""
+    kv, T = step.kv_LPSCH.copy(), step.q_TNH.shape[0]
+    slots = np.zeros(T, np.int32)
+    new = np.full((T, *kv.shape[3:]), 5.0)
+    start, S = step.query_start_R1, kv.shape[2]
+    for r, context in enumerate(step.context_lens_R):
+        for t in range(start[r], start[r + 1]):
+            position = context - (start[r + 1] - t)
+            page = step.page_table_RW[r, position // S]
+            slots[t] = page * S + position % S
+            new[t] = kv[1, page, position % S]
+            kv[1, page, position % S] = np.nan
+    return kv, new, slots
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("implementation", "h"),
+    [
+        *((name, 16) for name in ON_CPU),
+        pytest.param("pallas_tpu", 128, marks=pytest.mark.slow),
+        pytest.param("pallas_tpu", 64, marks=pytest.mark.slow),
+        pytest.param("pallas_tpu", 256, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_update_writes_and_attends(implementation: str, h: int) -> None:
+    """Two rows share their first seven pages, which nobody writes."""
+    step = make_step(ROWS, h=h, page=16, n=4, k=2)
+    step.page_table_RW[7, :7] = step.page_table_RW[6, :7]
+    kv, new, slots = _apart(step)
+    joined = h == 64
+
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=_quickly(implementation))
+    def update(kv: jax.Array, q: jax.Array, new: jax.Array) -> tuple[jax.Array, jax.Array]:
+        kv = kv.reshape(*kv.shape[:3], -1, 2 * h) if joined else kv
+        o, kv = kernels.paged_attention_update(
+            q,
+            new[:, 0::2],
+            new[:, 1::2],
+            kv,
+            layer=1,
+            slots_T=jnp.asarray(slots),
+            page_table_RW=jnp.asarray(step.page_table_RW),
+            query_start_R1=jnp.asarray(step.query_start_R1),
+            context_lens_R=jnp.asarray(step.context_lens_R),
+            implementation=implementation,
+            **step.options,
+        )
+        return o, kv.reshape(*kv.shape[:3], -1, h)
+
+    platform = "tpu" if implementation == "pallas_tpu" else "cpu"
+    arrays = (jnp.asarray(x, jnp.float32) for x in (kv, step.q_TNH, new))
+    with kernels.target_platform(platform, interpret=platform == "tpu"):
+        o, written = update(*arrays)
+    expected = run(step, "reference", jnp.float32, jnp.float32)
+    np.testing.assert_allclose(o, expected, rtol=2e-5, atol=2e-5)
+    # Page 0 takes what padding writes.
+    expected = step.kv_LPSCH.astype(np.float32)
+    np.testing.assert_array_equal(written[:, 1:], expected[:, 1:])

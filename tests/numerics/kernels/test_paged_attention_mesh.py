@@ -14,20 +14,19 @@ from fornax import kernels
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 T, N, H, L, P, S = 12, 8, 16, 2, 9, 4
+TABLE = jnp.asarray([[1, 5, 2, 0], [3, 4, 7, 8]], jnp.int32)
+SLOTS = jnp.asarray([10, 12, 13, 14, 15, 16, 17, 18, 19, 28, 0, 1], jnp.int32)
 
 
 def _step(implementation: str, shared: bool = False):
-    table = jnp.asarray([[1, 5, 2, 0], [3, 4, 7, 8]], jnp.int32)
-
     @jax.jit
     def step(kv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        slots = jnp.asarray([10, 12, 13, 14, 15, 16, 17, 18, 19, 28, 0, 1], jnp.int32)
-        kv = kernels.paged_write(kv, k, None if shared else v, layer=1, slots_T=slots)
+        kv = kernels.paged_write(kv, k, None if shared else v, layer=1, slots_T=SLOTS)
         o = kernels.paged_attention(
             q,
             kv,
             layer=1,
-            page_table_RW=table,
+            page_table_RW=TABLE,
             query_start_R1=jnp.asarray([0, 1, 10], jnp.int32),
             context_lens_R=jnp.asarray([11, 9], jnp.int32),
             scale=0.25,
@@ -76,6 +75,41 @@ def test_a_latent_of_each_device_serves_its_query_heads(implementation: str) -> 
     assert found[0].sharding.is_equivalent_to(cache, 5)
     np.testing.assert_array_equal(found[0], np.repeat(kv, 4, axis=3))
     np.testing.assert_allclose(found[1], o, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_tpu_kernel_updates_each_devices_heads() -> None:
+    rng = np.random.default_rng(0)
+    K, width = 4, 128
+    shapes = [(L, P, S, 2 * K, width), (T, N, width), (T, K, width), (T, K, width)]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    expected = _step("reference")(*arrays)
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=2), jax.devices()[:2])
+    cache = NamedSharding(mesh, PartitionSpec(None, None, None, "tensor", None))
+
+    @jax.jit
+    def update(kv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        o, kv = kernels.paged_attention_update(
+            q,
+            k,
+            v,
+            kv,
+            layer=1,
+            slots_T=SLOTS,
+            page_table_RW=TABLE,
+            query_start_R1=jnp.asarray([0, 1, 10], jnp.int32),
+            context_lens_R=jnp.asarray([11, 9], jnp.int32),
+            scale=0.25,
+            sinks_N=jnp.arange(N, dtype=jnp.float32),
+            implementation="pallas_tpu",
+        )
+        return kv, o
+
+    with use_mesh(mesh), kernels.target_platform("tpu", interpret=True):
+        found = update(jax.device_put(arrays[0], cache), *arrays[1:])
+    assert found[0].sharding.is_equivalent_to(cache, 5)
+    np.testing.assert_array_equal(found[0][:, 1:], expected[0][:, 1:])
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_heads_that_fit_no_way_are_computed_everywhere() -> None:

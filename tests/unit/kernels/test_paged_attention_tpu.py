@@ -1,9 +1,9 @@
-"""Paged attention for TPU: what we hand to JAX's kernel, and that the TPU compiler takes it.
+"""Paged attention for TPU: what it declines, how it cuts a step, and that the compiler takes it.
 
+Its numbers are compared in `tests/numerics/kernels/test_paged_attention.py`, interpreted.
 Legend: T tokens of the step, R rows (sequences).
 """
 
-import functools
 import importlib.util
 import subprocess
 import sys
@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu import ragged_paged_attention as upstream
 
 from fornax import kernels
 from fornax.config.environment import for_child, tpu_compiler
 from fornax.kernels._paged_attention import tpu
+from fornax.kernels._paged_attention.call import PagedInputs
 
 _COMPILE = """
 import sys
@@ -28,44 +28,74 @@ from fornax import kernels
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
 topology = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu")
-mesh = make_mesh(MeshConfig(fsdp=1, tensor=4), topology.devices[:4])
-K = 16
+mesh = make_mesh(MeshConfig(fsdp=1), topology.devices[:1])
+ints, L, P = jnp.int32, 4, 2000
 
-def step(kv, q, slots, table, start, lens):
-    def layer(carry, index):
-        kv, q = carry
-        kv = kernels.paged_write(kv, q[:, :K], q[:, :K], layer=index, slots_T=slots)
-        o = kernels.paged_attention(
-            q, kv, layer=index, page_table_RW=table, query_start_R1=start, context_lens_R=lens,
-            scale=0.1, window=1024, softcap=50.0, implementation="pallas_tpu")
-        return (kv, o), None
-    return jax.lax.scan(layer, (kv, q), jnp.arange(4, dtype=jnp.int32))[0]
+def array(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-def array(shape, dtype, *axes):
-    sharding = NamedSharding(mesh, PartitionSpec(*axes))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+def check(tokens, rows, width, heads, kv_heads, head_dim, *, dtype=jnp.bfloat16, page=16,
+          sinks=False, **options):
+    half, joined = kernels.paged_head_layout(head_dim, kv_heads, jnp.dtype(dtype).name)
+    assert half == head_dim
+    slot = (kv_heads, 2 * head_dim) if joined else (2 * kv_heads, head_dim)
 
-ints = jnp.int32
-cache = array((4, 200, 16, 2 * K, 128), jnp.bfloat16, None, None, None, "tensor")
-arguments = (
-    array((64, 64, 128), jnp.bfloat16, None, "tensor"),
-    array((64,), ints), array((32, 64), ints), array((33,), ints), array((32,), ints))
-with kernels.target_platform("tpu"), use_mesh(mesh):
-    compiled = jax.jit(step, donate_argnums=0).lower(cache, *arguments).compile()
-text = compiled.as_text()
-assert "tpu_custom_call" in text
-assert not [line for line in text.splitlines() if " copy(" in line and "[4,200,16,8,128]" in line]
+    def step(kv, q, k, v, slots, table, start, lens, sinks_N):
+        prepared = kernels.prepare_paged_attention(
+            q, kv, page_table_RW=table, query_start_R1=start, context_lens_R=lens,
+            sinks=sinks, **options)
+        def layer(carry, index):
+            kv, q = carry
+            o, kv = kernels.paged_attention_update(
+                q, k, v, kv, layer=index, slots_T=slots, page_table_RW=table,
+                query_start_R1=start, context_lens_R=lens, scale=0.1, prepared=prepared,
+                sinks_N=sinks_N if sinks else None, implementation="pallas_tpu", **options)
+            return (kv, o), None
+        return jax.lax.scan(layer, (kv, q), jnp.arange(L, dtype=ints))[0]
+
+    cache = array((L, P, page, *slot), dtype)
+    new = array((tokens, kv_heads, head_dim), dtype)
+    arguments = (
+        array((tokens, heads, head_dim), dtype), new, new, array((tokens,), ints),
+        array((rows, width), ints), array((rows + 1,), ints), array((rows,), ints),
+        array((heads,), jnp.float32))
+    with kernels.target_platform("tpu"), use_mesh(mesh):
+        compiled = jax.jit(step, donate_argnums=0).lower(cache, *arguments).compile()
+    memory = compiled.memory_analysis()
+    # The cache is written where it lies: nothing as large as a layer of it is made.
+    assert memory.alias_size_in_bytes >= cache.size * cache.dtype.itemsize
+    assert memory.temp_size_in_bytes < 2**26, memory
+    text = compiled.as_text()
+    assert "tpu_custom_call" in text and "scatter" not in text
+
+for call in sys.argv[2:]:
+    eval(f"check({call})")
 """
+LLAMA_DECODE = "256, 256, 512, 32, 8, 128"
+LLAMA_PROMPT = "2048, 256, 512, 32, 8, 128"
+GPT_OSS = "256, 256, 8192, 64, 8, 64, sinks=True, window=128"
+GEMMA = "2048, 64, 512, 8, 4, 256, window=4096, softcap=50.0"
 
 
 @pytest.mark.tpu
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed"
 )
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
-def test_tpu_compiler_takes_the_kernel_and_copies_no_cache(topology: str) -> None:
+@pytest.mark.parametrize(
+    ("topology", "calls"),
+    [
+        ("v6e:2x2", (LLAMA_DECODE, LLAMA_PROMPT, GPT_OSS, GEMMA)),
+        ("v5p:2x2x1", (LLAMA_PROMPT, GPT_OSS)),
+        ("v5e:2x2", ("256, 256, 512, 4, 1, 128", "1, 8, 512, 28, 4, 128, dtype=jnp.float32")),
+        ("v5e:2x2", ("64, 64, 64, 16, 8, 192", "64, 64, 64, 4, 2, 64, page=128")),
+    ],
+    ids=["v6e", "v5p", "v5e", "v5e, other widths and pages"],
+)
+def test_tpu_compiler_takes_real_sizes_and_copies_no_cache(
+    topology: str, calls: tuple[str, ...]
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, topology],
+        [sys.executable, "-c", _COMPILE, topology, *calls],
         env=for_child(tpu_compiler(topology.split(":")[0] + "-4")),
         capture_output=True,
         text=True,
@@ -91,56 +121,53 @@ def _arguments(dtype: Any, **changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
-@pytest.mark.slow
+def test_cuts_a_step_where_rows_and_blocks_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token is in one item and is written by one, whole pages where a row has them."""
+    monkeypatch.setattr(tpu, "_BLOCK_TOKENS", 8)
+    inputs = PagedInputs(
+        **{**_arguments(jnp.float32), "layer": jnp.int32(1)},
+        sinks_N=None,
+        window=None,
+        softcap=None,
+    )
+    items = tpu.prepare(inputs)
+    names = ("block", "row", "token", "count", "position", "write", "write_end")
+    fields = dict(zip(names, np.asarray(items.fields).reshape(len(names), -1), strict=True))
+    found = np.stack([fields[name] for name in names], axis=1)
+    assert items.count == 8
+    np.testing.assert_array_equal(
+        found[:8],
+        [
+            [0, 0, 0, 1, 8, 0, 1],
+            [0, 1, 1, 1, 0, 1, 2],
+            [0, 2, 2, 6, 6, 2, 8],
+            [1, 2, 0, 8, 12, 8, 16],
+            [2, 3, 0, 1, 4, 16, 17],
+            [2, 4, 1, 3, 0, 17, 20],
+            [2, 5, 4, 4, 6, 20, 26],  # positions 6 to 11: a page is written as a whole
+            [3, 5, 0, 7, 10, 26, 31],
+        ],
+    )
+    assert not found[8:].any()
+
+
 @pytest.mark.parametrize(
-    ("rows", "options"),
+    ("width", "kv_heads", "dtype", "layout"),
     [
-        (8, {}),
-        (8, {"window": 5}),
-        (8, {"softcap": 2.0}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
-        pytest.param(1, {"window": 5}, marks=pytest.mark.exhaustive),
+        (64, 8, "bfloat16", (64, True)),
+        (64, 1, "bfloat16", (128, False)),  # two rows share 32 bits
+        (64, 1, "float32", (64, True)),
+        (64, 8, "float8_e4m3fn", (128, False)),
+        (96, 8, "bfloat16", (128, False)),
+        (128, 8, "bfloat16", (128, False)),
+        (192, 8, "bfloat16", (192, True)),
+        (256, 4, "bfloat16", (256, False)),
     ],
-    ids=str,
 )
-def test_hands_rows_pages_and_options_to_the_kernel(
-    options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_fills_lanes(
+    width: int, kv_heads: int, dtype: str, layout: tuple[int, bool]
 ) -> None:
-    """JAX's own reference stands in for its kernel, which runs on TPUs only.
-
-    Scalar memory holds the page table of all eight rows, or of so few that the step runs in chunks.
-    """
-    seen = []
-
-    def reference(q: np.ndarray, *arrays: np.ndarray, **options: Any) -> np.ndarray:
-        o = upstream.kernel.ref_ragged_paged_attention(*map(jnp.asarray, (q, *arrays)), **options)
-        padding = np.full((len(q) - len(o), *q.shape[1:]), np.nan, q.dtype)
-        return np.concatenate([np.asarray(o), padding])
-
-    def stand_in(q: jax.Array, *arrays: jax.Array, **options: Any) -> jax.Array:
-        assert options.pop("num_kv_pages_per_block") == 5
-        assert options.pop("num_queries_per_block") == min(32, len(q))
-        seen.append((len(q), arrays[2].shape))
-        run = functools.partial(reference, **options)
-        return jax.pure_callback(run, jax.ShapeDtypeStruct(q.shape, q.dtype), q, *arrays)
-
-    monkeypatch.setattr(upstream, "ragged_paged_attention", stand_in)
-    monkeypatch.setattr(tpu, "_TABLE_BYTES", rows * 128 * 4)
-    arguments = _arguments(jnp.float32, **options)
-    expected = kernels.paged_attention(**arguments, implementation="reference")
-    with kernels.target_platform("tpu"):
-        found = kernels.paged_attention(**arguments, implementation="pallas_tpu")
-    assert seen == [(36 if rows == 8 else rows, (rows, 5))]
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    if rows < 8:  # the reference ran hundreds of shapes, each a program that nothing else needs
-        jax.clear_caches()
-
-
-def test_takes_as_many_rows_as_half_of_scalar_memory_holds() -> None:
-    assert tpu.rows_at_once(256, 512) == 256
-    assert tpu.rows_at_once(256, 8192) == 16
-    assert tpu.rows_at_once(256, 8193) == 8
-    assert tpu.rows_at_once(256, 2**20) == 0
+    assert kernels.paged_head_layout(width, kv_heads, dtype) == layout
 
 
 @pytest.mark.parametrize(
@@ -148,16 +175,16 @@ def test_takes_as_many_rows_as_half_of_scalar_memory_holds() -> None:
     [
         (
             {"q_TNH": jnp.ones((36, 8, 64)), "kv_LPSCH": jnp.ones((2, 12, 4, 8, 64))},
-            "multiple of 128",
+            "multiples of 128",
         ),
-        ({"sinks_N": jnp.ones(8)}, "knows no sinks"),
         ({"shared": True}, "keys and values apart"),
         (
             {"q_TNH": jnp.ones((36, 6, 128)), "kv_LPSCH": jnp.ones((2, 12, 4, 6, 128))},
             "cannot tile 3",
         ),
         ({"kv_LPSCH": jnp.ones((2, 12, 4, 8, 128), jnp.float8_e4m3fn)}, "float8_e4m3fn"),
-        ({"page_table_RW": jnp.ones((8, 2**18), jnp.int32)}, "larger pages"),
+        ({"kv_LPSCH": jnp.ones((2, 12, 3, 8, 128))}, "power of two"),
+        ({"kv_LPSCH": jnp.ones((1, 2, 1024, 8, 128)), "layer": 0}, "2,097,152 bytes"),
     ],
 )
 def test_declines_and_leaves_to_xla(changes: dict[str, Any], reason: str) -> None:
@@ -165,4 +192,6 @@ def test_declines_and_leaves_to_xla(changes: dict[str, Any], reason: str) -> Non
     with kernels.target_platform("tpu"):
         with pytest.raises(kernels.KernelError, match=reason):
             kernels.paged_attention(**arguments, implementation="pallas_tpu")
-        assert kernels.paged_attention(**arguments).shape == arguments["q_TNH"].shape
+        assert jax.eval_shape(lambda: kernels.paged_attention(**arguments)).shape == (
+            arguments["q_TNH"].shape
+        )

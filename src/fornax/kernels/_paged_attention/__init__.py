@@ -8,15 +8,15 @@ from fornax.kernels._paged_attention.operation import (
     paged_attention_update,
     prepare_paged_attention,
 )
-from fornax.kernels._paged_attention.tpu import LANES as TPU_LANES
+from fornax.kernels._paged_attention.tpu import paged_head_layout
 
 __all__ = [
-    "TPU_LANES",
     "PreparedAttention",
     "copy_pages",
     "paged_attention",
     "paged_attention_operation",
     "paged_attention_update",
+    "paged_head_layout",
     "paged_write",
     "paged_write_operation",
     "prepare_paged_attention",

@@ -5,8 +5,8 @@ pages where they lie. A token's result is bitwise the same whatever else is in t
 prompt was cut into chunks and however many threads there are.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
-S slots of a page, C = 2 K or, where keys are values too, K. A key beside its value is the same memory
-as a key above it.
+S slots of a page, C = 2 K or, where keys are values too, K. A key beside its value is the same
+memory as a key above it.
 """
 
 import jax

@@ -9,8 +9,8 @@ large. New keys and values go from main memory into their pages some items befor
 
 An item of few queries, as in decoding, computes with the rows of its queries alone.
 
-Legend: T tokens of the step, N query heads, K key heads, G = N / K, H head width, L layers, P pages,
-S slots of a page, C rows of a slot, R rows (sequences), W pages of a table's row, M items,
+Legend: T tokens of the step, N query heads, K key heads, G = N / K, H head width, L layers,
+P pages, S slots of a page, C rows of a slot, R rows (sequences), W pages of a table's row, M items,
 B tokens of a block, Q = B G queries of a key head in it, D keys fetched at a time.
 """
 
@@ -26,7 +26,16 @@ from fornax.kernels._paged_attention.call import PagedCall, PagedInputs
 from fornax.kernels._paged_attention.layout import rows_and_positions, slot_rows
 from fornax.kernels.registry import interpreting
 
-__all__ = ["LANES", "Items", "block_tokens", "declines", "prepare", "tiles", "tpu"]
+__all__ = [
+    "LANES",
+    "Items",
+    "block_tokens",
+    "declines",
+    "few_queries",
+    "paged_head_layout",
+    "prepare",
+    "tpu",
+]
 
 LANES = 128
 """Numbers that a TPU keeps side by side; arrays are filled up to a multiple in their last axis."""
@@ -50,15 +59,29 @@ _TILE = 256
 _FIELDS = ("block", "row", "token", "count", "position", "write", "write_end")
 
 
-def tiles(rows: int, dtype: str) -> bool:
-    """Return whether `rows` rows of a slot fill whole tiles of a TPU's memory.
-
-    Args:
-        rows: C.
-        dtype: of the cache.
-    """
+def _tiles(rows: int, dtype: str) -> bool:
+    """Return whether `rows` rows of a slot fill whole tiles of a TPU's memory."""
     words, rest = divmod(rows, _PACKED[dtype])
     return not rest and (words in (1, 2, 4) or words % 8 == 0)
+
+
+def paged_head_layout(
+    width: int, kv_heads: int, dtype: str, *, shared: bool = False
+) -> tuple[int, bool]:
+    """Return how wide a TPU's cache keeps heads, and whether a value lies beside its key.
+
+    Arrays on a TPU are filled up to 128 lanes. Heads of 64, or 192, fill them with their values.
+
+    Args:
+        width: H.
+        kv_heads: K on one device.
+        dtype: of the cache.
+        shared: whether keys are values too.
+    """
+    whole, half = (-(-width // lanes) * lanes for lanes in (LANES, LANES // 2))
+    fills = half < whole and not shared
+    joined = fills and dtype in _PACKED and _tiles(kv_heads, dtype)
+    return (half, True) if joined else (whole, False)
 
 
 def declines(call: PagedCall) -> str | None:
@@ -74,8 +97,14 @@ def declines(call: PagedCall) -> str | None:
             f"it needs rows of the cache that are multiples of {LANES} wide, not {width}; "
             "heads of width 64 may lie beside their values"
         )
-    if not tiles(call.kv_heads * (1 if call.joined else 2), call.cache_dtype):
+    if not _tiles(call.kv_heads * (1 if call.joined else 2), call.cache_dtype):
         return f"it cannot tile {call.kv_heads} key heads of {call.cache_dtype}"
+    if LANES % call.page_size and call.page_size % LANES:
+        return f"it takes pages of a power of two of tokens, not {call.page_size}"
+    size = jnp.dtype(call.cache_dtype).itemsize
+    page_bytes = 2 * call.page_size * call.kv_heads * call.head_dim * size
+    if page_bytes > _BUFFER_BYTES:
+        return f"it fetches pages of up to {_BUFFER_BYTES:,} bytes a layer, not {page_bytes:,}"
     return None
 
 
@@ -90,6 +119,20 @@ def block_tokens(tokens: int, heads: int, kv_heads: int) -> int:
     step = _SUBLANES // math.gcd(_SUBLANES, heads // kv_heads)
     most = min(_BLOCK_TOKENS, max(1, _BLOCK_QUERIES // heads), tokens)
     return -(-most // step) * step
+
+
+def few_queries(group: int) -> int:
+    """Return how many queries of a key head an item of one token computes with.
+
+    Loads begin at multiples of 16; the queries of any token lie in so many.
+
+    Args:
+        group: G.
+    """
+    if _SUBLANES % group == 0:
+        return _SUBLANES
+    spread = group if group % _SUBLANES == 0 else group + _SUBLANES - 1
+    return -(-spread // _SUBLANES) * _SUBLANES
 
 
 @jax.tree_util.register_dataclass
@@ -176,9 +219,6 @@ class _Plan:
 def _plan(inputs: PagedInputs, tokens: int) -> _Plan:
     _, _, S, C, H = inputs.kv_LPSCH.shape
     G = inputs.q_TNH.shape[1] // inputs.kv_heads
-    # Loads begin at multiples of 16: the queries of any one token lie in so many.
-    few = G if G % _SUBLANES == 0 else -(-(G + _SUBLANES - 1) // _SUBLANES) * _SUBLANES
-    few = _SUBLANES if _SUBLANES % G == 0 else few
     page_bytes = S * C * H * inputs.kv_LPSCH.dtype.itemsize
     most = min(_BUFFER_KEYS // S, _BUFFER_PAGES, _BUFFER_BYTES // page_bytes)
     pages = min(most, inputs.page_table_RW.shape[1])
@@ -188,7 +228,7 @@ def _plan(inputs: PagedInputs, tokens: int) -> _Plan:
         group=G,
         heads=inputs.kv_heads,
         queries=tokens * G,
-        few=min(few, tokens * G),
+        few=min(few_queries(G), tokens * G),
         page=S,
         pages=pages,
         joined=inputs.joined,
@@ -219,7 +259,7 @@ def tpu(inputs: PagedInputs) -> Any:
     G, Q, blocks = plan.group, plan.queries, -(-T // B)
     wide = -(-H // LANES) * LANES
     # Strided loads are of that many lanes; what is wider lies apart.
-    lanes = width if C == _PACKED[kv.dtype.name] else LANES
+    lanes = width if _PACKED[kv.dtype.name] == C else LANES
     q_TKGH = inputs.q_TNH.reshape(T, K, G, H)
     q_TKGH = jnp.pad(q_TKGH, ((0, blocks * B - T), (0, 0), (0, 0), (0, wide - H)))
     q_KQH = jnp.swapaxes(q_TKGH, 0, 1).reshape(K, blocks * Q, wide)
@@ -264,6 +304,7 @@ def tpu(inputs: PagedInputs) -> Any:
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), disable_bounds_checks=True
         ),
+        cost_estimate=_most_work(inputs, wide),
         name="ragged_paged_attention",
         interpret=interpreting(),
     )
@@ -274,6 +315,23 @@ def tpu(inputs: PagedInputs) -> Any:
     padding = jnp.arange(T)[:, None, None] >= inputs.query_start_R1[-1]
     o_TNH = jnp.where(padding, 0, o_TKGH.reshape(T, N, H))
     return (o_TNH, *written) if written else o_TNH
+
+
+def _most_work(inputs: PagedInputs, wide: int) -> Any:
+    """What a call costs if every row's context is as long as its table, or the window."""
+    from jax.experimental import pallas as pl
+
+    T, N, _ = inputs.q_TNH.shape
+    (R, W), kv = inputs.page_table_RW.shape, inputs.kv_LPSCH
+    S, C, width = kv.shape[2:]
+    context = W * S if inputs.window is None else min(W * S, inputs.window + S)
+    slot_bytes = C * width * kv.dtype.itemsize
+    moved = 2 * T * N * wide * inputs.q_TNH.dtype.itemsize + min(R, T) * context * slot_bytes
+    if inputs.new is not None:
+        moved += 2 * T * slot_bytes
+    return pl.CostEstimate(
+        flops=4 * T * N * wide * context, transcendentals=T * N * context, bytes_accessed=moved
+    )
 
 
 def _kernel(plan: _Plan, counts: Any, fields: Any, *refs: Any) -> None:

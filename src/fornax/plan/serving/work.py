@@ -149,6 +149,8 @@ class AttentionGroup:
     page_size: int
     queries: int
     """That one reading of the keys serves, and that are scored together."""
+    rows: float
+    """Queries that a kernel computes with for each of a decoding sequence's."""
 
     @property
     def passes(self) -> int:
@@ -157,10 +159,9 @@ class AttentionGroup:
 
     def decode(self, batch: int, context: int) -> tuple[float, float]:
         """FLOPs and bytes of a step in which each of `batch` sequences has one token."""
-        rows = min(self.queries, batch) if self.choice.implementation == "pallas_tpu" else 1
         keys = self._keys(context if self.window is None else min(context, self.window))
         seen = self.readers * batch * keys
-        return seen * rows * self.pair_flops, seen * self.passes * self.key_bytes
+        return seen * self.rows * self.pair_flops, seen * self.passes * self.key_bytes
 
     def prompt(self, start: int, stop: int) -> tuple[float, float]:
         """The same of a step with tokens `start` to `stop` of one prompt."""
@@ -242,8 +243,11 @@ def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -
         softcap=model.attention_logit_softcap,
         sinks=model.attention_sinks,
         shared=heads.parts == 1,
+        joined=heads.joined,
     )
     choice = paged_attention_operation.choice(call)
+    on_tpu = choice.implementation == "pallas_tpu"
+    group = call.heads // call.kv_heads
     readers = [kind for kind in model.layer_kinds() if not kind.linear and kind.window == window]
     return AttentionGroup(
         choice=choice,
@@ -251,18 +255,19 @@ def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -
         readers=len(readers),
         writers=sum(kind.keys != "shared" for kind in readers),
         key_bytes=heads.parts * local_kv * width * limits.cache_dtype.itemsize,
-        pair_flops=4 * width * (model.num_heads // size),
+        pair_flops=4 * (-(-width // tpu.LANES) * tpu.LANES if on_tpu else width) * call.heads,
         page_size=limits.page_size,
-        queries=_queries(choice.implementation, tokens),
+        queries=_queries(choice.implementation, call),
+        rows=tpu.few_queries(group) / group if on_tpu else 1.0,
     )
 
 
-def _queries(implementation: str, tokens: int) -> int:
+def _queries(implementation: str, call: PagedCall) -> int:
     """Queries for which a kernel reads the keys once; of a chunk, where it keeps them at hand."""
     match implementation:
         case "pallas_tpu":
-            return tpu.QUERIES
+            return tpu.block_tokens(call.tokens, call.heads, call.kv_heads)
         case "xla":
             return blockwise.LARGEST_TILE
         case _:
-            return tokens
+            return call.tokens
