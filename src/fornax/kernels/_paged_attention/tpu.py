@@ -162,7 +162,9 @@ def prepare(inputs: PagedInputs) -> Items:
     row_T, position_T, valid_T = rows_and_positions(start_R1, inputs.context_lens_R, T)
     token_T = jnp.arange(T, dtype=jnp.int32)
     begins_T = ((token_T == start_R1[row_T]) | (token_T % B == 0)) & valid_T
-    [begin_M1] = jnp.nonzero(begins_T, size=M + 1, fill_value=T)
+    begun_T = jnp.cumsum(begins_T, dtype=jnp.int32)
+    number_M1 = jnp.arange(1, M + 2, dtype=jnp.int32)
+    begin_M1 = jnp.searchsorted(begun_T, number_M1, method="compare_all")
     begin_M1 = jnp.minimum(begin_M1.astype(jnp.int32), start_R1[-1])
     begin_M, end_M = begin_M1[:-1], begin_M1[1:]
     at_M = jnp.minimum(begin_M, T - 1)
@@ -220,7 +222,10 @@ def _plan(inputs: PagedInputs, tokens: int) -> _Plan:
     _, _, S, C, H = inputs.kv_LPSCH.shape
     G = inputs.q_TNH.shape[1] // inputs.kv_heads
     page_bytes = S * C * H * inputs.kv_LPSCH.dtype.itemsize
-    most = min(_BUFFER_KEYS // S, _BUFFER_PAGES, _BUFFER_BYTES // page_bytes)
+    keys = _BUFFER_KEYS
+    if inputs.window is not None:  # of which little is seen beyond
+        keys = min(keys, max(_BUFFER_KEYS // 2, -(-inputs.window // LANES) * LANES))
+    most = min(keys // S, _BUFFER_PAGES, _BUFFER_BYTES // page_bytes)
     pages = min(most, inputs.page_table_RW.shape[1])
     # Scores are as wide as lanes.
     pages = -(-max(1, pages) * S // LANES) * LANES // S if LANES % S == 0 else max(1, pages)
