@@ -337,3 +337,20 @@ def test_an_update_writes_and_attends(implementation: str, h: int) -> None:
     # Page 0 takes what padding writes.
     expected = step.kv_LPSCH.astype(np.float32)
     np.testing.assert_array_equal(written[:, 1:], expected[:, 1:])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+def test_the_tpu_kernel_waits_for_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In jax's simulation of a TPU a copy happens when it is waited for and no sooner, and memory
+    is NaN before. It knows no rows of 32 bits, so these are taken from the buffer as a whole."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def rows(plan: Any, pages: Any, head: int) -> list[jax.Array]:
+        found = pages[...].reshape(-1, *pages.shape[3:])
+        return [found[:, 2 * head], found[:, 2 * head + 1]]
+
+    monkeypatch.setattr(tpu_kernel, "_rows", rows)
+    simulated = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
+    monkeypatch.setattr(tpu_kernel, "interpreting", lambda: simulated)
+    test_an_update_writes_and_attends("pallas_tpu", 128)

@@ -61,12 +61,12 @@ def check(tokens, rows, width, heads, kv_heads, head_dim, *, dtype=jnp.bfloat16,
         array((heads,), jnp.float32))
     with kernels.target_platform("tpu"), use_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=0).lower(cache, *arguments).compile()
-    memory = compiled.memory_analysis()
+    memory, size = compiled.memory_analysis(), cache.size * cache.dtype.itemsize
     # The cache is written where it lies: nothing as large as a layer of it is made.
-    assert memory.alias_size_in_bytes >= cache.size * cache.dtype.itemsize
-    assert memory.temp_size_in_bytes < 2**26, memory
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / L, memory
     text = compiled.as_text()
-    assert "tpu_custom_call" in text and "scatter" not in text
+    assert "tpu_custom_call" in text and " scatter(" not in text
 
 for call in sys.argv[2:]:
     eval(f"check({call})")
@@ -75,6 +75,7 @@ LLAMA_DECODE = "256, 256, 512, 32, 8, 128"
 LLAMA_PROMPT = "2048, 256, 512, 32, 8, 128"
 GPT_OSS = "256, 256, 8192, 64, 8, 64, sinks=True, window=128"
 GEMMA = "2048, 64, 512, 8, 4, 256, window=4096, softcap=50.0"
+LARGEST = "2048, 64, 512, 32, 16, 256, dtype=jnp.float32"
 
 
 @pytest.mark.tpu
@@ -84,7 +85,7 @@ GEMMA = "2048, 64, 512, 8, 4, 256, window=4096, softcap=50.0"
 @pytest.mark.parametrize(
     ("topology", "calls"),
     [
-        ("v6e:2x2", (LLAMA_DECODE, LLAMA_PROMPT, GPT_OSS, GEMMA)),
+        ("v6e:2x2", (LLAMA_DECODE, LLAMA_PROMPT, GPT_OSS, GEMMA, LARGEST)),
         ("v5p:2x2x1", (LLAMA_PROMPT, GPT_OSS)),
         ("v5e:2x2", ("256, 256, 512, 4, 1, 128", "1, 8, 512, 28, 4, 128, dtype=jnp.float32")),
         ("v5e:2x2", ("64, 64, 64, 16, 8, 192", "64, 64, 64, 4, 2, 64, page=128")),

@@ -25,7 +25,7 @@ def test_pages_of_latents_hold_one_vector_a_token() -> None:
     assert page_bytes(config, 8, jnp.float32) == (2 * 8 * 16 * 4,)
     (pages,) = describe_pages(config, [5], 8, jnp.float32)
     assert pages.shape == (2, 5, 8, 1, 16)
-    assert cache_heads(config, "tpu", 4) == (CacheHeads(4, 128, parts=1),)
+    assert cache_heads(config, "tpu", 4, jnp.dtype(jnp.bfloat16)) == (CacheHeads(4, 128, parts=1),)
     (pages,) = describe_pages(config, [5], 8, jnp.float32, heads=[CacheHeads(4, 128, parts=1)])
     assert pages.shape == (2, 5, 8, 4, 128)
 

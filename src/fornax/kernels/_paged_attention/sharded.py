@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from fornax.kernels._paged_attention.call import NewTokens, PagedInputs
+from fornax.kernels._paged_attention.call import PagedInputs
 from fornax.mesh import dividing, mesh_in_use
 
 __all__ = ["over_mesh", "write_over_mesh"]
@@ -43,8 +43,10 @@ def over_mesh(
     if inputs.prepared is not None:
         arrays["prepared"] = PartitionSpec()
     if inputs.new is not None:
-        tokens = PartitionSpec(None, heads, None)
-        arrays["new"] = NewTokens(tokens, tokens, PartitionSpec())
+        by_head = PartitionSpec(None, heads, None)
+        arrays["new"] = jax.tree.map(
+            lambda array: by_head if array.ndim == 3 else PartitionSpec(), inputs.new
+        )
 
     results = arrays["q_TNH"]
     if inputs.new is not None:

@@ -17,6 +17,7 @@ B tokens of a block, Q = B G queries of a key head in it, D keys fetched at a ti
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -42,7 +43,8 @@ LANES = 128
 _PACKED = {"float32": 1, "bfloat16": 2}
 """By dtype: how many rows share the 32 bits of a word."""
 _BLOCK_QUERIES = 2048
-"""Queries of all heads in a block: with their sums they take a third of a TPU's fast memory."""
+"""Queries of all heads in a block, 128 wide: with their sums, and in float32, they and the buffers
+take 12 of the 16 MiB of fast memory that a kernel may use on any TPU."""
 _BLOCK_TOKENS = 128
 _BUFFER_BYTES = 2**21
 """Of keys and values in one of two buffers."""
@@ -53,9 +55,8 @@ _AHEAD = 4
 _SUBLANES = 16
 _LOWEST = -1e30
 _LOG2_E = math.log2(math.e)
-_DEPTH = 1
 _TILE = 256
-"""Queries of a key head whose scores are computed at a time: they nearly fit in registers."""
+"""Queries of a key head whose scores are computed at a time."""
 _FIELDS = ("block", "row", "token", "count", "position", "write", "write_end")
 
 
@@ -108,17 +109,18 @@ def declines(call: PagedCall) -> str | None:
     return None
 
 
-def block_tokens(tokens: int, heads: int, kv_heads: int) -> int:
+def block_tokens(tokens: int, heads: int, kv_heads: int, head_dim: int) -> int:
     """Return B, the tokens of the step that one reading of the keys serves at most.
 
     Args:
         tokens: T.
         heads: N.
         kv_heads: K.
+        head_dim: H.
     """
+    most = _BLOCK_QUERIES // (heads * -(-head_dim // LANES))
     step = _SUBLANES // math.gcd(_SUBLANES, heads // kv_heads)
-    most = min(_BLOCK_TOKENS, max(1, _BLOCK_QUERIES // heads), tokens)
-    return -(-most // step) * step
+    return -(-min(_BLOCK_TOKENS, max(1, most), tokens) // step) * step
 
 
 def few_queries(group: int) -> int:
@@ -154,9 +156,9 @@ def prepare(inputs: PagedInputs) -> Items:
 
     Writes are cut where pages begin: an item writes those whose first token is its own.
     """
-    T, N, _ = inputs.q_TNH.shape
+    T, N, H = inputs.q_TNH.shape
     (R, W), S = inputs.page_table_RW.shape, inputs.kv_LPSCH.shape[2]
-    B = block_tokens(T, N, inputs.kv_heads)
+    B = block_tokens(T, N, inputs.kv_heads, H)
     M = min(T, R + -(-T // B) - 1)
     start_R1 = inputs.query_start_R1
     row_T, position_T, valid_T = rows_and_positions(start_R1, inputs.context_lens_R, T)
@@ -259,7 +261,7 @@ def tpu(inputs: PagedInputs) -> Any:
     T, N, H = inputs.q_TNH.shape
     K, kv = inputs.kv_heads, inputs.kv_LPSCH
     _, _, S, C, width = kv.shape
-    B = block_tokens(T, N, K)
+    B = block_tokens(T, N, K, H)
     plan = _plan(inputs, B)
     G, Q, blocks = plan.group, plan.queries, -(-T // B)
     wide = -(-H // LANES) * LANES
@@ -345,10 +347,10 @@ def _kernel(plan: _Plan, counts: Any, fields: Any, *refs: Any) -> None:
     from jax.experimental.pallas import tpu as pltpu
 
     rest = iter(refs)
-    slots = next(rest) if plan.writes else None
+    slots: Any = next(rest) if plan.writes else None
     sinks = next(rest) if plan.sinks else None
     table_R1W, q = next(rest), next(rest)
-    new = next(rest) if plan.writes else None
+    new: Any = next(rest) if plan.writes else None
     cache, o = next(rest), next(rest)
     cache = next(rest) if plan.writes else cache
     tables, turn, pages, highest, total, weighted, fetched, tabled, written = rest
@@ -521,7 +523,7 @@ def _kernel(plan: _Plan, counts: Any, fields: Any, *refs: Any) -> None:
                 mask = key <= position
                 return mask if window is None else mask & (key > position - window)
 
-            _add_block(plan, q, begin, size, pages.at[side], seen, highest, total, weighted)
+            _add_block(plan, q, begin, size, pages.at[side], seen, (highest, total, weighted))
 
         on_queries(add)
         turn[0] = 1 - side
@@ -589,14 +591,17 @@ def _add_block(
     begin: Any,
     size: int,
     pages: Any,
-    seen: Any,
-    highest: Any,
-    total: Any,
-    weighted: Any,
+    seen: Callable[[int, int], jax.Array],
+    sums: tuple[Any, Any, Any],
 ) -> None:
-    """Add D keys to the sums of every head's queries [begin, begin + size)."""
+    """Add D keys to the sums of every head's queries [begin, begin + size).
+
+    `seen(low, count)` masks the scores of queries from begin + low on, `sums` are the highest
+    scores, the sums of weights by lane and the weighted sums.
+    """
     from jax.experimental import pallas as pl
 
+    highest, total, weighted = sums
     dtype = jnp.promote_types(q.dtype, pages.dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
     wide = q.shape[2]
@@ -604,12 +609,13 @@ def _add_block(
         jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32
     )
 
-    def scores_of(head: Any, k_DH: jax.Array, low: int) -> jax.Array:
+    def scores_of(head: int, low: int, k_DH: jax.Array) -> jax.Array:
         q_QH = q[head, pl.ds(begin + low, min(_TILE, size - low))].astype(dtype)
         return product(q_QH, k_DH.astype(dtype), (((1,), (1,)), ((), ())))
 
-    def add(head: Any, low: int, scores: jax.Array, v_DH: jax.Array) -> None:
+    def add(head: int, low: int, scores: jax.Array, v_DH: jax.Array) -> None:
         tile = (head, pl.ds(low, scores.shape[0]))
+        # Powers are of 2, which is what the hardware raises.
         if plan.softcap is None:
             scores = scores * (plan.scale * _LOG2_E)
         else:
@@ -624,25 +630,29 @@ def _add_block(
         more = product(weights.astype(dtype), v_DH.astype(dtype), (((1,), (0,)), ((), ())))
         weighted[tile] = _repeat(kept, wide) * weighted[tile] + more
 
-    def pieces():
-        for index in range(plan.heads // (_PACKED[pages.dtype.name] if plan.joined else 1)):
-            rows = _rows(plan, pages, index)
-            if plan.joined:
-                pairs = [(row[:, :wide], row[:, row.shape[1] - wide :]) for row in rows]
-            else:
-                pairs = [rows]
-            for number, (k_DH, v_DH) in enumerate(pairs):
-                head = index * len(pairs) + number
-                for low in range(0, size, _TILE):
-                    yield head, low, scores_of(head, k_DH, low), v_DH
+    # The scores of what comes next are asked for ahead of this one's softmax.
+    waiting = None
+    for head, k_DH, v_DH in _heads(plan, pages, wide):
+        for low in range(0, size, _TILE):
+            following = (head, low, scores_of(head, low, k_DH), v_DH)
+            if waiting is not None:
+                add(*waiting)
+            waiting = following
+    if waiting is not None:
+        add(*waiting)
 
-    waiting = []
-    for piece in pieces():
-        waiting.append(piece)
-        if len(waiting) > _DEPTH:
-            add(*waiting.pop(0))
-    for piece in waiting:
-        add(*piece)
+
+def _heads(plan: _Plan, pages: Any, wide: int) -> Iterator[tuple[int, jax.Array, jax.Array]]:
+    """Each head with its keys and values of a buffer; Mosaic loads from constant rows only."""
+    if not plan.joined:
+        for head in range(plan.heads):
+            k_DH, v_DH = _rows(plan, pages, head)
+            yield head, k_DH, v_DH
+        return
+    packed = _PACKED[pages.dtype.name]
+    for index in range(plan.heads // packed):
+        for number, row in enumerate(_rows(plan, pages, index)):
+            yield index * packed + number, row[:, :wide], row[:, row.shape[1] - wide :]
 
 
 def _repeat(x: jax.Array, width: int) -> jax.Array:

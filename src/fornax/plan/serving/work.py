@@ -266,7 +266,7 @@ def _queries(implementation: str, call: PagedCall) -> int:
     """Queries for which a kernel reads the keys once; of a chunk, where it keeps them at hand."""
     match implementation:
         case "pallas_tpu":
-            return tpu.block_tokens(call.tokens, call.heads, call.kv_heads)
+            return tpu.block_tokens(call.tokens, call.heads, call.kv_heads, call.head_dim)
         case "xla":
             return blockwise.LARGEST_TILE
         case _:

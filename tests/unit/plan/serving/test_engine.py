@@ -180,9 +180,14 @@ def test_an_engine_for_an_accelerator_takes_its_share() -> None:
     assert plan.target == DeviceSpec(platform="tpu", num_devices=4, memory=int(31.25 * 2**30))
     assert plan.limits.max_num_seqs == 256
     # 256 sequences need less than nine tenths of the memory: no more is taken
-    assert plan.limits.num_pages == (256 * math.ceil(512 / 16) + 1,)
-    # as TPUs store them: heads 128 wide
+    # a device's share of 32 tokens is 16 KiB
+    assert plan.limits.page_size == 32
+    assert plan.limits.num_pages == (256 * math.ceil(512 / 32) + 1,)
+    # as TPUs store them: one key head on a device is 128 wide, several lie beside their values
     assert plan.limits.cache_heads == (CacheHeads(4, 128),)
+    alone = EngineConfig(max_model_len=512)
+    heads = describe_engine(served(MODELS["llama"], "bfloat16"), alone, topology).limits.cache_heads
+    assert heads == (CacheHeads(4, 64, joined=True),)
 
 
 def test_parallelism_prefers_to_divide_the_cache() -> None:
