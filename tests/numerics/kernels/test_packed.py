@@ -169,6 +169,7 @@ def test_row_is_the_same_whatever_is_beside_it(size, kind) -> None:
         np.testing.assert_array_equal(_linear(packed, x[start:]), whole[start:], str(count))
 
 
+@pytest.mark.slow
 def test_stack_is_read_at_the_layer_only() -> None:
     stack = jnp.stack([_weight(130, 70) * n for n in (1, 2, 3)])
     x = _rows(130, "float32")[:4]
