@@ -442,7 +442,8 @@ def _kernel(plan: _Plan, counts: Any, fields: Any, *refs: Any) -> None:
             do(pltpu.make_async_copy(new.at[pl.ds(t, S)], cache.at[layer, div(slots[t], S)], mark))
 
         jax.lax.fori_loop(begin, border, token, None)
-        jax.lax.fori_loop(0, whole, page, None)
+        if new.shape[0] >= S:  # a step of fewer tokens has no whole page
+            jax.lax.fori_loop(0, whole, page, None)
         jax.lax.fori_loop(last, end, token, None)
 
     def start(copy: Any) -> None:
