@@ -223,6 +223,20 @@ def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     return CallCost("reduce", work, traffic)
 
 
+def _rms_norm_gradient(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of the gradients of x and scale, from x and that of the result."""
+    x, scale = shapes[0], shapes[2]
+    traffic -= scale.bytes - scale.bytes // scale.dims[0]
+    work = Work(vector_flops=10.0 * x.size, transcendentals=float(x.dims[0]))
+    return CallCost("reduce", work, traffic)
+
+
+def _gated_linear_unit_gradient(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    elements = shapes[0].size
+    work = Work(vector_flops=9.0 * elements, transcendentals=float(elements))
+    return CallCost("elementwise", work, traffic)
+
+
 def _gated_linear_unit(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     elements = shapes[0].size
     work = Work(vector_flops=4.0 * elements, transcendentals=float(elements))
@@ -264,7 +278,9 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_linear": _linear,
     "fornax_rms_norm": _rms_norm,
     "fornax_add_rms_norm": _rms_norm,
+    "fornax_rms_norm_gradient": _rms_norm_gradient,
     "fornax_gated_linear_unit": _gated_linear_unit,
+    "fornax_gated_linear_unit_gradient": _gated_linear_unit_gradient,
     "fornax_take_rows": _take_rows,
     "fornax_argmax": _argmax,
     "fornax_orthogonalize": _orthogonalize,

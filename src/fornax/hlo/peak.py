@@ -57,8 +57,9 @@ def find_peak(module: Module, most: int = 40) -> Peak:
     )
 
 
-def _peak(values: Assignment, known: dict[str, _Live]) -> _Live:
-    """The peak of one computation; `known` keeps those of the computations that it calls."""
+def _peak(values: Assignment, known: dict[str, _Live], *, looped: bool = False) -> _Live:
+    """The peak of one computation, which a loop runs if `looped`; `known` keeps those of the
+    computations that it calls."""
     _share(values)
     instructions = values.computation.instructions
     change = [0] * (len(instructions) + 2)
@@ -66,6 +67,9 @@ def _peak(values: Assignment, known: dict[str, _Live]) -> _Live:
     for each in counted:
         change[each.start] += each.bytes
         change[each.end + 1] -= each.bytes
+    for start, stop, size in _free_carries(values) if looped else ():
+        change[start] -= size
+        change[stop] += size
     best, level, at = _Live(), 0, -1
     for time, instruction in enumerate(instructions):
         level += change[time]
@@ -77,6 +81,22 @@ def _peak(values: Assignment, known: dict[str, _Live]) -> _Live:
     return dataclasses.replace(best, allocations=live + best.allocations)
 
 
+def _free_carries(values: Assignment) -> list[tuple[int, int, int]]:
+    """When a loop's body needs no memory of a value that it carries: from the last reading of what
+    came in, a copy say, until what goes out is made: (first instruction, first not, bytes)."""
+    computation = values.computation
+    parameters = list(computation.parameters.values())
+    if len(parameters) != 1 or parameters[0].shape != computation.root.shape:
+        return []
+    pairs = zip(values.of[parameters[0]], values.of[computation.root], strict=True)
+    found = [(carried.find(), made.find()) for carried, made in pairs]
+    return [
+        (carried.end + 1, made.start, carried.bytes)
+        for carried, made in found
+        if carried is not made and carried.external and carried.end < made.start
+    ]
+
+
 def _called(instruction: Instruction, known: dict[str, _Live]) -> _Live:
     """The largest peak of what an instruction calls, without parameters and results."""
     if instruction.opcode not in _CALLING:
@@ -85,7 +105,7 @@ def _called(instruction: Instruction, known: dict[str, _Live]) -> _Live:
         if computation.name not in known:
             values = Assignment(computation)
             values.give_away(computation.root)
-            known[computation.name] = _peak(values, known)
+            known[computation.name] = _peak(values, known, looped=instruction.opcode == "while")
     lives = [known[computation.name] for computation in instruction.called()]
     return max(lives, key=lambda live: live.bytes, default=_Live())
 

@@ -144,6 +144,8 @@ def _rms_norm(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:
 @_rms_norm.defjvp
 def _rms_norm_jvp(how: _How, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     x, scale = primals
+    if _declines(x):
+        return jax.jvp(functools.partial(_plain, how), primals, tangents)
     return _rms_norm(how, x, scale), _tangent.bind(*tangents, x, scale, how=how)
 
 
@@ -159,6 +161,8 @@ def _add_rms_norm(
 @_add_rms_norm.defjvp
 def _add_rms_norm_jvp(how: _How, primals: tuple, tangents: tuple) -> tuple:
     x, branch, scale = primals
+    if _declines(x):
+        return jax.jvp(functools.partial(_plain_sum, how), primals, tangents)
     dx, dbranch, dscale = tangents
     total, y = _add_rms_norm(how, x, branch, scale)
     dtotal = dx + dbranch

@@ -263,6 +263,41 @@ def test_a_loop_works_in_place_and_adds_its_bodys_peak() -> None:
     assert facts.peak.instruction.startswith("loop > ")
 
 
+def test_a_carried_value_is_dead_from_its_copy_to_the_next_one() -> None:
+    """As XLA lays out loops on CPU: the copy is worked on, and what it was made of is free."""
+    state = f"(s32[], {_BIG})"
+    facts = facts_of(
+        f"""%x = {_BIG} parameter(0)
+%zero = s32[] constant(0)
+%first = {_BIG} reverse(%x), dimensions={{0}}
+%state = {state} tuple(%zero, %first)
+%loop = {state} while(%state), condition=%cond, body=%body
+ROOT %end = {_BIG} get-tuple-element(%loop), index=1""",
+        computation(
+            "body",
+            f"""%s = {state} parameter(0)
+%i = s32[] get-tuple-element(%s), index=0
+%w = {_BIG} get-tuple-element(%s), index=1
+%one = s32[] constant(1)
+%next = s32[] add(%i, %one)
+%copied = {_BIG} copy(%w)
+%a = {_BIG} reverse(%copied), dimensions={{0}}
+%b = {_BIG} reverse(%a), dimensions={{1}}
+%r = {_BIG} reverse(%b), dimensions={{0}}
+ROOT %t = {state} tuple(%next, %r)""",
+        ),
+        computation(
+            "cond",
+            f"""%s = {state} parameter(0)
+%i = s32[] get-tuple-element(%s), index=0
+%n = s32[] constant(8)
+ROOT %c = pred[] compare(%i, %n), direction=LT""",
+        ),
+    )
+    # Two at a time: `copied` and what came in, or `a` and `b` in place of it.
+    assert facts.peak.temporaries == pytest.approx(2 * MB, abs=4096)
+
+
 def test_what_no_one_reads_after_a_loop_is_dead() -> None:
     facts = loop_with_stack(
         f"""%more = {_STACK} reverse(%filled), dimensions={{0}}

@@ -125,6 +125,8 @@ def _gated_jvp(
     activation: Activation, implementation: str | None, primals: tuple, tangents: tuple
 ) -> tuple[jax.Array, jax.Array]:
     gate, up = primals
+    if native.is_open(gate) or _choose(gate, activation, implementation).name != "native":
+        return jax.jvp(functools.partial(_formula, activation=activation), primals, tangents)
     tangent = _tangent.bind(
         *tangents, gate, up, activation=activation, implementation=implementation
     )
