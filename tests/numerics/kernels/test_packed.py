@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.memory import let_programs_go
 
 from fornax import kernels
 from fornax.kernels._packed import native
@@ -31,6 +33,13 @@ CASES = [
 ]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+@pytest.fixture(autouse=True)
+def small_process() -> Iterator[None]:
+    """Each case compiles its own programs."""
+    yield
+    let_programs_go()
 
 
 def _weight(inputs: int, outputs: int) -> jnp.ndarray:
