@@ -7,7 +7,7 @@ The step is the whole of it: forward, backward, clipping of the global gradient 
 with weight decay. All contestants compute the same Llama decoder (RMS norm, rotary embedding,
 SwiGLU, untied output) on the same tokens; fp32 unless named otherwise. PyTorch's bf16 has weights
 and moments in bfloat16; its autocast, and Fornax's bf16, keep them in float32 and multiply in
-bfloat16. All run with huge pages where Linux leaves them to who asks, as `fornax train` does.
+bfloat16. All run with huge pages where Linux gives them to those that ask, as `fornax train` does.
 
 Install the extra `parity` for the PyTorch contestants; `torch.compile` needs a C++ compiler.
 """
