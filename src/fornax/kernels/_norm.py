@@ -10,17 +10,15 @@ Legend: M rows, D width.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _native
 from fornax.kernels._stack import LayerStack
+from fornax.kernels._tangent import native_tangent
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
@@ -146,7 +144,7 @@ def _rms_norm_jvp(how: _How, primals: tuple, tangents: tuple) -> tuple[jax.Array
     x, scale = primals
     if _declines(x):
         return jax.jvp(functools.partial(_plain, how), primals, tangents)
-    return _rms_norm(how, x, scale), _tangent.bind(*tangents, x, scale, how=how)
+    return _rms_norm(how, x, scale), _tangent(*tangents, x, scale, how=how)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -166,7 +164,7 @@ def _add_rms_norm_jvp(how: _How, primals: tuple, tangents: tuple) -> tuple:
     dx, dbranch, dscale = tangents
     total, y = _add_rms_norm(how, x, branch, scale)
     dtotal = dx + dbranch
-    return (total, y), (dtotal, _tangent.bind(dtotal, dscale, total, scale, how=how))
+    return (total, y), (dtotal, _tangent(dtotal, dscale, total, scale, how=how))
 
 
 def _alone(scale: jax.Array) -> StackedScale:
@@ -208,36 +206,9 @@ def _plain(how: _How, x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt(mean_square + how.eps) * how.of(scale)).astype(x.dtype)
 
 
-def _linear_part(
-    dx: jax.Array, dscale: jax.Array, x: jax.Array, scale: jax.Array, *, how: _How
-) -> jax.Array:
-    return jax.jvp(functools.partial(_plain, how), (x, scale), (dx, dscale))[1]
-
-
-def _transpose(
-    dy: Any, dx: Any, dscale: Any, x: jax.Array, scale: jax.Array, *, how: _How
-) -> list[Any]:
-    """The gradients of x and scale."""
-    if isinstance(dy, ad.Zero):
-        found = [ad.Zero(dx.aval), ad.Zero(dscale.aval)]
-    else:
-        found = list(_gradients(how, dy, x, scale))
-    return [
-        *(
-            gradient if ad.is_undefined_primal(of) else None
-            for gradient, of in zip(found, (dx, dscale), strict=True)
-        ),
-        None,
-        None,
-    ]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(
+def _native_gradients(
     how: _How, dy: jax.Array, x: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    if _declines(x):
-        return _plain_gradients(how, dy, x, scale)
     D = math.prod(scale.shape)
     x_MD, alone = x.reshape(-1, D), _alone(scale)
     shapes = (jax.ShapeDtypeStruct(x_MD.shape, x.dtype), jax.ShapeDtypeStruct((D,), jnp.float32))
@@ -247,28 +218,7 @@ def _gradients(
     return dx_MD.reshape(x.shape), dscale_D.reshape(scale.shape).astype(scale.dtype)
 
 
-@_gradients.defjvp
-def _gradients_jvp(how: _How, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(functools.partial(_plain_gradients, how), primals, tangents)
-
-
-def _plain_gradients(
-    how: _How, dy: jax.Array, x: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return jax.vjp(functools.partial(_plain, how), x, scale)[1](dy)
-
-
-def _batch(arrays: Any, dims: Any, *, how: _How) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(_linear_part, how=how), in_axes=tuple(dims))(*arrays), 0
-
-
-_tangent = Primitive("rms_norm_tangent")
-"""Linear in its first two arguments; its transpose is a native call where the norm is one."""
-_tangent.def_impl(_linear_part)
-_tangent.def_abstract_eval(lambda dx, dscale, x, scale, *, how: dx)
-mlir.register_lowering(_tangent, mlir.lower_fun(_linear_part, multiple_results=False))
-ad.primitive_transposes[_tangent] = _transpose
-batching.primitive_batchers[_tangent] = _batch
+_tangent = native_tangent("rms_norm_tangent", _plain, _native_gradients)
 
 
 def _declines(x: jax.Array) -> bool:

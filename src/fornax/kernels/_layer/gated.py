@@ -7,17 +7,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels._grouped.call import free_devices
 from fornax.kernels._layer import native
+from fornax.kernels._tangent import native_tangent
 from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
 
 __all__ = [
@@ -127,10 +126,8 @@ def _gated_jvp(
     gate, up = primals
     if native.is_open(gate) or _choose(gate, activation, implementation).name != "native":
         return jax.jvp(functools.partial(_formula, activation=activation), primals, tangents)
-    tangent = _tangent.bind(
-        *tangents, gate, up, activation=activation, implementation=implementation
-    )
-    return _gated(activation, implementation, gate, up), tangent
+    y = _gated(activation, implementation, gate, up)
+    return y, _tangent(*tangents, gate, up, how=activation)
 
 
 def _formula(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array:
@@ -146,47 +143,9 @@ def _native(gate: jax.Array, up: jax.Array, activation: Activation) -> jax.Array
     return y_MF.reshape(gate.shape)
 
 
-def _linear_part(
-    dgate: jax.Array,
-    dup: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    *,
-    activation: Activation,
-    implementation: str | None,
-) -> jax.Array:
-    formula = functools.partial(_formula, activation=activation)
-    return jax.jvp(formula, (gate, up), (dgate, dup))[1]
-
-
-def _transpose(
-    dy: Any,
-    dgate: Any,
-    dup: Any,
-    gate: jax.Array,
-    up: jax.Array,
-    *,
-    activation: Activation,
-    implementation: str | None,
-) -> list[Any]:
-    """The gradients of gate and up."""
-    if isinstance(dy, ad.Zero):
-        return [ad.Zero(dgate.aval), ad.Zero(dup.aval), None, None]
-    found = _gradients(activation, implementation, dy, gate, up)
-    wanted = (ad.is_undefined_primal(dgate), ad.is_undefined_primal(dup))
-    return [*(each if want else None for each, want in zip(found, wanted, strict=True)), None, None]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _gradients(
-    activation: Activation,
-    implementation: str | None,
-    dy: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
+def _native_gradients(
+    activation: Activation, dy: jax.Array, gate: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    if native.is_open(gate) or _choose(gate, activation, implementation).name != "native":
-        return _plain_gradients(activation, dy, gate, up)
     gate_MF = gate.reshape(-1, gate.shape[-1])
     like = jax.ShapeDtypeStruct(gate_MF.shape, gate.dtype)
     target = "fornax_gated_linear_unit_gradient"
@@ -196,28 +155,11 @@ def _gradients(
     return dgate_MF.reshape(gate.shape), dup_MF.reshape(gate.shape)
 
 
-@_gradients.defjvp
-def _gradients_jvp(activation: Activation, _: str | None, primals: tuple, tangents: tuple) -> tuple:
-    return jax.jvp(functools.partial(_plain_gradients, activation), primals, tangents)
-
-
-def _plain_gradients(
-    activation: Activation, dy: jax.Array, gate: jax.Array, up: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return jax.vjp(functools.partial(_formula, activation=activation), gate, up)[1](dy)
-
-
-def _batch(arrays: Any, dims: Any, **how: Any) -> tuple[jax.Array, int]:
-    return jax.vmap(functools.partial(_linear_part, **how), in_axes=tuple(dims))(*arrays), 0
-
-
-_tangent = Primitive("gated_linear_unit_tangent")
-"""Linear in its first two arguments; its transpose is a native call where the unit is one."""
-_tangent.def_impl(_linear_part)
-_tangent.def_abstract_eval(lambda dgate, *_, **how: dgate)
-mlir.register_lowering(_tangent, mlir.lower_fun(_linear_part, multiple_results=False))
-ad.primitive_transposes[_tangent] = _transpose
-batching.primitive_batchers[_tangent] = _batch
+_tangent = native_tangent(
+    "gated_linear_unit_tangent",
+    lambda activation, gate, up: _formula(gate, up, activation),
+    _native_gradients,
+)
 
 
 def _benchmark(call: GatedUnitCall, run: Callable[..., jax.Array]) -> Callable[[], object]:
