@@ -33,7 +33,7 @@ DEVICE_PLATFORMS := $(if $(filter gpu,$(DEVICE)),cuda$(comma)cpu,cpu)
 DEVICE_RUN = PYTHONPATH=src:$$PYTHONPATH DEVICE=$(DEVICE) JAX_PLATFORMS=$(DEVICE_PLATFORMS) XLA_PYTHON_CLIENT_PREALLOCATE=false $(DEVICE_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format proto parity tpu-test vllm-test bench kernel-bench wheel device-test device-bench device-python docs docs-serve examples environments clean
+.PHONY: help install quickstart test test-all test-exhaustive newest-test lint format proto parity tpu-test vllm-test bench kernel-bench compare-step wheel device-test device-bench device-python release docs docs-serve examples environments clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -58,11 +58,12 @@ newest-test: ## The fast tests that touch jax, on the newest Python and jax (PYT
 	else $(MAKE) --no-print-directory $(NEWEST)/.ready && \
 	  $(NEWEST)/bin/python -m pytest -n 2 --dist worksteal -m "not device and not slow and not tpu and not exhaustive" $(NEWEST_TESTS) $(PYTEST_ARGS); fi
 
-lint: $(VENV)/.dev ## Style, types, import contracts
+lint: $(VENV)/.dev ## Style, types, import contracts, words of prose
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 
 format: $(VENV)/.dev ## Rewrite files in the project's style
 	$(BIN)/ruff format .
@@ -106,26 +107,37 @@ bench: $(PARITY)/.ready ## All benchmarks beside their peers; results in benchma
 kernel-bench: $(VENV)/.dev ## Every kernel: time, share of the limit, error; fails where the last run was better
 	$(BIN)/python benchmarks/kernels.py $(ARGS)
 
+compare-step: $(VENV)/.dev ## The training step here and at a base: FLOPs, bytes, time (BASE=main; all else: ARGS)
+	$(BIN)/python benchmarks/compare_step.py $(if $(BASE),--base $(BASE)) $(ARGS)
+
 wheel: $(VENV)/.dev ## Build a wheel in dist/ with the native kernels compiled (x86-64 Linux)
 	rm -rf build/wheel
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=1 $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation -w build/wheel .
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair -w dist build/wheel/*.whl
 
+release: $(VENV)/.dev $(VENV)/.docs ## Check, test, build and tag a release, upload nothing (VERSION; DRY=1: no tests, no tag)
+	$(BIN)/python .ci/release.py $(if $(VERSION),--version $(VERSION)) $(if $(DRY),--dry)
+
 docs: $(VENV)/.docs ## Build the documentation into site/
 	$(BIN)/python -m fornax.cli.reference docs/reference
 	$(BIN)/python docs/house.py
+	$(BIN)/python docs/stability.py
 	$(BIN)/mkdocs build --strict --quiet
 
 docs-serve: $(VENV)/.docs ## Serve the documentation on 127.0.0.1:8001
 	$(BIN)/python -m fornax.cli.reference docs/reference
+	$(BIN)/python docs/stability.py
 	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
-examples: $(VENV)/.base ## Run every example, two at a time
-	@$(MAKE) --no-print-directory -j2 --output-sync=target $(addprefix run-,$(wildcard examples/[0-9]*.py))
+examples: $(VENV)/.base ## Run every example and notebook, two at a time
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(addprefix run-,$(wildcard examples/[0-9]*.py examples/notebooks/*.ipynb))
 
 run-examples/%.py:
 	$(BIN)/python examples/$*.py
+
+run-examples/notebooks/%.ipynb:
+	$(BIN)/python examples/notebooks/run.py examples/notebooks/$*.ipynb
 
 environments: $(PARITY)/.ready $(TPU)/.ready $(if $(NEWEST_FOUND),$(NEWEST)/.ready) ## Set up those that parity, tpu-test and newest-test use
 
@@ -167,7 +179,7 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 # vLLM bounds some packages lower than constraints.txt pins them.
 $(VLLM)/.ready: pyproject.toml constraints.txt tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM)
-	grep -vE '^(fastapi|llguidance|numpy|torch|transformers)==' constraints.txt > $(VLLM)/constraints.txt
+	grep -vE '^(compressed-tensors|fastapi|llguidance|numpy|torch|transformers)==' constraints.txt > $(VLLM)/constraints.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM)/constraints.txt \
 	  -r tests/vllm/requirements.txt -e .
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'vllm==0.33.*' xgrammar==0.2.8

@@ -365,7 +365,7 @@ def disk_full(folder: Path, config: Path) -> Times:
         pause = max(records[n + 1] - records[n] for n in range(count - 1, count + 3))
         usual = statistics.median(gaps(run))
         run.close()
-        said = f"a step took {pause:.1f} s there, {usual:.2f} s else; no group formed anew"
+        said = f"a step took {pause:.1f} s there, {usual:.2f} s else; no new group formed"
         return Times(named=event["time"] - records[count], stepped=pause, again=0, said=said)
     finally:
         subprocess.run(["umount", "--lazy", str(run_dir)], check=True)

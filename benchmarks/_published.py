@@ -51,6 +51,8 @@ class Row:
     """Published; None where only TFLOP/s are, and the time follows from them."""
     rules: dict[str, list[str]] = field(default_factory=dict)
     mu_dtype: str | None = None
+    scheme: str | None = None
+    """`quant.scheme`, where products are in 8 bits."""
     tiles: str | None = None
     """Of the published run's kernel for experts: a key of the file's `tiles`; None for ours."""
     capacity: float | None = None
@@ -109,6 +111,7 @@ def config_of(row: Row, model: DecoderConfig) -> TrainConfig:
         "mesh": {**row.mesh, "rules": row.rules},
         "dtypes": {"params": row.params, "compute": "bfloat16"},
         "optim": {"optimizer": optimizer},
+        "quant": {"scheme": row.scheme},
     }
     return from_mapping(TrainConfig, told)
 

@@ -58,6 +58,14 @@ def calls(platform: str) -> dict[str, Any]:
         "platform": platform, "tokens": 2048, "width": 512, "vocabulary": 8192, "softcap": None,
         "chunk": 1024, "shards": 1,
     }  # fmt: skip
+    linear: dict[str, Any] = {
+        "gated DeltaNet": {
+            "key_heads": 4, "heads_per_key": 2, "key_dim": 128, "value_dim": 128, "corrects": True,
+        },
+        "Mamba-2": {
+            "key_heads": 1, "heads_per_key": 16, "key_dim": 128, "value_dim": 64, "corrects": False,
+        },
+    }  # fmt: skip
     found: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         found |= {
@@ -81,8 +89,63 @@ def calls(platform: str) -> dict[str, Any]:
         **found,
         "2048 tokens, 512 x 8192": LogprobsCall(**logits, dtype="float32", entropy=True),
         "32 rows decode 1024 tokens": PagedCall(**pages, **rows, tokens=32, rows=32),
+        "32 rows decode 1024 tokens, int8": PagedCall(
+            **{**pages, "cache_dtype": "int8"}, **rows, tokens=32, rows=32, scaled=True
+        ),
         "a prompt of 256 tokens": PagedCall(**pages, **rows, tokens=256, rows=1),
         "32 tokens written": WriteCall(**pages, tokens=32),
+        "64 x 64, 3 x 3, 320 to 320": kernels.ConvolutionCall(
+            platform=platform,
+            batch=1,
+            space=(64, 64),
+            window=(3, 3),
+            stride=(1, 1),
+            padding=((1, 1), (1, 1)),
+            channels=320,
+            outputs=320,
+            dtype="bfloat16",
+            bias=True,
+            devices=1,
+        ),
+        "2 x 64 x 64 x 320, 32 groups, silu": kernels.GroupNormCall(
+            platform=platform,
+            batch=2,
+            places=4096,
+            channels=320,
+            groups=32,
+            dtype="bfloat16",
+            activation="silu",
+            devices=1,
+        ),
+        **{
+            f"{tokens} tokens of {rows} rows, {name}": kernels.RaggedDeltaCall(
+                platform=platform, tokens=tokens, rows=rows, kept=1, **heads, devices=1
+            )
+            for name, heads in linear.items()
+            for tokens, rows in ((1, 1), (8, 8), (256, 1))
+        },
+        **{
+            f"{tokens} tokens of {rows} rows, 1024 channels": kernels.RaggedConvolutionCall(
+                platform=platform,
+                tokens=tokens,
+                rows=rows,
+                kept=1,
+                channels=1024,
+                width=4,
+                dtype="bfloat16",
+                kept_dtype="bfloat16",
+                bias=False,
+                activation="silu",
+                devices=1,
+            )
+            for tokens, rows in ((1, 1), (8, 8), (256, 1))
+        },
+        **{
+            f"{rows} rows of {vocabulary} logits": kernels.SampleTokensCall(
+                platform=platform, rows=rows, width=vocabulary, devices=1
+            )
+            for rows, vocabulary in ((1, 8192), (32, 8192), (8, 128_256))
+        },
     }
 
 

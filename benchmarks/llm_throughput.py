@@ -6,6 +6,9 @@ within one run, on the same prompts. `generated tokens/s` counts from the prompt
 last token, so it includes the prompt; the time of a token is that of decoding, of several that an
 engine hands over together their mean.
 
+`--precisions Q8_0 Q4_K_M` are GGUF files that llama.cpp's quantizer writes; Fornax and llama.cpp
+serve the same file.
+
 At batch 1 decoding is bound by reading the weights once a token: the last table says which share
 of that limit each contestant reaches while it decodes all rows, after the last prompt was read and
 before the first row ended. A mixture of experts reads the experts that its tokens chose,
@@ -28,13 +31,16 @@ from _contestants import Cell, Contestant, Standing, agreement, contest, python_
 
 HERE = Path(__file__).parent
 ENGINE = "fornax"
-PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "int4": 0.5}
+FILE_BYTES = {"Q8_0": 8.5 / 8, "Q4_K_M": 4.85 / 8}
+"""Of a weight in the GGUF files that llama.cpp's quantizer writes and both serve as they are; of
+Q4_K_M, which mixes Q4_K and Q6_K, about the mean."""
+PRECISIONS = ("float32", "bfloat16", "int8", "int4", *FILE_BYTES)
 IN_THIS_PYTHON = (ENGINE, "transformers", "jax")
 """Contestants that run where this script does; the others have environments of their own."""
 CONTESTANTS = (*IN_THIS_PYTHON, "llamacpp", "ctranslate2", "openvino")
-RUN_EXPERTS = {"float32", "bfloat16"} | {ENGINE, "transformers", "llamacpp"}
-"""Precisions and contestants that take part with a mixture of experts."""
+RUN_EXPERTS = {ENGINE, "transformers", "llamacpp"}
+"""Contestants that take part with a mixture of experts."""
 LARGE = 2**30
 """Bytes of a cache from which on contestants hold one only while it is their turn."""
 PROBE = 2**30
@@ -61,7 +67,7 @@ def main() -> None:
         model = _random_llama.make(name, args.folder)
         contests, path = [], None
         touched = count_touched(model, name, args)
-        for precision in takes(name, args.precisions):
+        for precision in args.precisions:
             with started(commands(model, precision, args, name)) as contestants:
                 held = Contest(precision, contestants, touched=touched)
                 contests.append(held)
@@ -92,7 +98,7 @@ def arguments() -> argparse.Namespace:
 
 
 def takes(model: str, asked: list[str]) -> list[str]:
-    """The precisions, or contestants, that take part with a model."""
+    """The contestants that take part with a model."""
     experts = isinstance(_random_llama.SHAPES[model], _random_llama.MoeShape)
     return [name for name in asked if not experts or name in RUN_EXPERTS]
 
@@ -102,7 +108,11 @@ def commands(
 ) -> dict[str, list[str]]:
     """The command of each contestant whose environment is there."""
     found = {}
-    for name in takes(shape, args.contestants):
+    if precision in FILE_BYTES:  # llama.cpp begins, because it writes the file
+        playing = [name for name in ("llamacpp", ENGINE) if name in args.contestants]
+    else:
+        playing = takes(shape, args.contestants)
+    for name in playing:
         python = sys.executable if name in IN_THIS_PYTHON else python_of(args.peers / name)
         if Path(python).exists():
             script = HERE / "peers" / f"peer_{name}.py"
@@ -112,6 +122,11 @@ def commands(
         else:
             print(f"{name} takes no part: make bench-peers-{name} installs it", file=sys.stderr)
     return found
+
+
+def weight_bytes(precision: str) -> float:
+    """Bytes of a weight."""
+    return FILE_BYTES[precision] if precision in FILE_BYTES else BYTES[precision]
 
 
 def cache_bytes(shape: _random_llama.Shape, cell: Cell) -> int:
@@ -164,7 +179,7 @@ def _count_touched(
 
 def run(held: Contest, name: str, args: argparse.Namespace) -> None:
     """Run every cell."""
-    size = int(_random_llama.SHAPES[name].weights * BYTES[held.precision])
+    size = int(_random_llama.SHAPES[name].weights * weight_bytes(held.precision))
     before = read_bandwidth(size, args.threads)
     for cell in cells(args):
 
@@ -298,7 +313,7 @@ def limits(
         for cell, standings in held.cells.items():
             if cell.batch != 1 and not experts:
                 continue
-            weights = shape.read(held.touched[cell]) * BYTES[held.precision]
+            weights = shape.read(held.touched[cell]) * weight_bytes(held.precision)
             length = cell.prompt + cell.new / 2
             computed = products.get(held.precision, 0) / shape.flops(length)
             for name, standing in standings.items():

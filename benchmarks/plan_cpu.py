@@ -1,7 +1,7 @@
 """Predicted step time beside the measured one on this machine: `python benchmarks/plan_cpu.py`.
 
 The same train step is compiled for this CPU, predicted from its text and the machine's measured
-peaks (`fornax.plan.cpu`), and run. Run it on an idle machine: both the peaks and the steps
+peaks (`fornax.mesh.hardware.cpu`), and run. Run it on an idle machine: both the peaks and the steps
 are measured.
 """
 

@@ -24,6 +24,7 @@ from fornax.config.progress import Quiet
 from fornax.data import DataConfig, Dataset
 from fornax.models import DecoderConfig
 from fornax.train import Ledger, RunDirectory, SpikeConfig, TrainConfig, pretrain_task
+from fornax.train.captures import Captures, Inbox
 from fornax.train.loop import Loop
 from fornax.train.metrics import MetricsFile
 from fornax.train.recorder import Recorder
@@ -73,7 +74,10 @@ def make_loop(config: TrainConfig, folder: Path, stack: ExitStack) -> Loop:
         recorder=recorder,
         ledger=ledger,
         signals=StopSignals(),
-        directory=directory,
+        captures=Captures(
+            config=config.profile, directory=directory, log=recorder.progress.log, ledger=ledger
+        ),
+        inbox=Inbox(directory=directory.path, log=recorder.progress.log),
         guard=guard,
     )
 

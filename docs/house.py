@@ -14,10 +14,12 @@ ROOMS = {
     "cli": ("parse, call, exit code", "tyro · rich"),
     "quickstart": ("raw text to a tuned, served model", ""),
     "cluster": ("one command as many ranks that recover", "jax.distributed"),
+    "dashboard": ("one local page over run directories", "FastAPI · uPlot"),
     "plan": ("compile, fit, speed, cost", "libtpu"),
     "preflight": ("is its parallelism right", ""),
     "evaluate": ("perplexity, pass@k", "lm-eval-harness"),
     "bench": ("load on servers", "openai · gRPC"),
+    "diffusion": ("schedules, samplers, objectives of diffusion and flows", ""),
     "tune": ("SFT, preference, RL, distillation", ""),
     "train": ("trainer, tasks, report, convert", "TensorBoard"),
     "llm": ("LLM engine, OpenAI server", "FastAPI · llguidance"),
@@ -27,14 +29,18 @@ ROOMS = {
         "StableHLO · jax.export · TensorStore",
     ),
     "adapters": ("LoRA, DoRA, rsLoRA, QLoRA, PEFT's files", "safetensors"),
+    "quant": ("rules, rounding, calibration, compressed-tensors' files", "safetensors"),
     "models": ("decoder, HF weight maps, generate", "Flax NNX · safetensors"),
     "optim": ("Optax chains from config", "Optax"),
     "kernels": ("one op, many implementations", "XLA · Pallas · native C++"),
     "data": ("sources, packing, position", "Grain · ArrayRecord"),
     "checkpoint": ("atomic, asynchronous", "Orbax · TensorStore"),
     "rewards": ("functions, verifiers, sandbox", "math-verify · jsonschema"),
+    "profile": ("captures: time, memory, causes", "jax.profiler"),
     "hlo": ("compiled programs: work, buffers, exchanges, roofline", "jaxlib"),
     "mesh": ("meshes, sharding rules, dtypes, hardware, start-up", "JAX"),
+    "gguf": ("GGUF files: container, blocks of codes, tokenizer", "NumPy"),
+    "pages": ("pages that stand alone in one HTML file", "Jinja · matplotlib · uPlot"),
     "config": ("dataclass ↔ YAML ↔ flags, errors, environment", "PyYAML"),
 }
 """Package: what it does, and the libraries that it composes."""
@@ -43,7 +49,7 @@ WIDTH, EDGE, GAP, HEIGHT = 900, 20, 12, 74
 TOP, BOTTOM = (255, 247, 237), (219, 234, 254)
 """Fill of the highest and of the lowest floor, between which the others lie."""
 NOTE = (
-    "A package imports only from floors below its own; neighbours on a floor are strangers. "
+    "A package imports only from layers below its own, never from its own layer. "
     "In italics: the libraries it composes."
 )
 
@@ -61,7 +67,7 @@ def draw(house: list[list[str]]) -> str:
     height = EDGE + len(house) * (HEIGHT + GAP) + 28
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
-        'aria-label="The packages of Fornax, floor by floor" '
+        'aria-label="The packages of Fornax, layer by layer" '
         'font-family="system-ui, DejaVu Sans, sans-serif">'
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff" rx="12"/>'
     ]

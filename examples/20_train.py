@@ -1,4 +1,4 @@
-"""Train, be refused, go on: the trainer as a library.
+"""Train, be refused, resume: the trainer as a library.
 
 python examples/20_train.py
 """

@@ -88,7 +88,7 @@ if __name__ == "__main__":
             state = batches.state()
             expected = next(batches)
 
-        # Go on from the saved position, as two hosts where one host saved it.
+        # Continue from the saved position, as two hosts where one host saved it.
         halves = []
         for host in range(2):
             with open_batches(

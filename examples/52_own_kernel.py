@@ -34,7 +34,7 @@ def blocks(x_RT: jax.Array, width: int = 64) -> jax.Array:
 
 def declines(call: ScanCall) -> str | None:
     """Why `blocks` cannot run a call; None where it can."""
-    return f"{call.length} is no multiple of 64" if call.length % 64 else None
+    return f"{call.length} is not a multiple of 64" if call.length % 64 else None
 
 
 def benchmark(call: ScanCall, run):

@@ -1,4 +1,4 @@
-"""A run on two hosts from Python: a rank is killed, the run goes on, and no loss changes.
+"""A run on two hosts from Python: a rank is killed, the run recovers, and no loss changes.
 
 python examples/80_launch.py
 """

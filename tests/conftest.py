@@ -18,7 +18,9 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from tests.browser import browser, open_page
 from tests.memory import (
+    cache_left_as_found,
     programs_let_go,
     pytest_sessionfinish,
     pytest_terminal_summary,
@@ -26,14 +28,23 @@ from tests.memory import (
 )
 
 __all__ = [
+    "browser",
+    "cache_left_as_found",
+    "open_page",
     "programs_let_go",
     "pytest_sessionfinish",
     "pytest_terminal_summary",
     "pytest_testnodedown",
 ]
 
-# A shared machine is slow at times; what a property says does not depend on it.
-hypothesis.settings.register_profile("fornax", deadline=None)
+# A shared machine is slow at times; what a property says does not depend on it. The examples are
+# the same on every machine and in every run.
+hypothesis.settings.register_profile(
+    "fornax",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("fornax")
 
 

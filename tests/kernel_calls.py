@@ -26,6 +26,11 @@ def sample_call(operation: str, implementation: str, platform: str) -> Any:
         "platform": platform, "tokens": 32, "kv_heads": 2, "head_dim": 128, "page_size": 16,
         "dtype": "bfloat16", "cache_dtype": "bfloat16", "shared": False,
     }  # fmt: skip
+    logits = {"platform": platform, "rows": 8, "width": 1024, "devices": 1}
+    norm = {
+        "platform": platform, "rows": 32, "width": 256, "dtype": "bfloat16",
+        "scale_dtype": "float32", "devices": 1,
+    }  # fmt: skip
     return {
         "attention": lambda: kernels.AttentionCall(
             platform=platform, batch=1, queries=length, keys=length, heads=2, kv_heads=1,
@@ -37,6 +42,11 @@ def sample_call(operation: str, implementation: str, platform: str) -> Any:
             platform=platform, rows=256, groups=4, inputs=128, outputs=256, dtype="bfloat16",
             devices=1,
         ),
+        "packed_grouped_matmul": lambda: kernels.PackedGroupedCall(
+            platform=platform, rows=32, groups=4, inputs=128, outputs=256, dtype="bfloat16",
+            precision="int4", group=64, layout="native" if implementation == "native" else "plain",
+            devices=1,
+        ),
         "paged_attention": lambda: PagedCall(
             **pages, rows=8, table_width=8, heads=4, window=None, softcap=None, sinks=False
         ),
@@ -44,11 +54,36 @@ def sample_call(operation: str, implementation: str, platform: str) -> Any:
         "gated_linear_unit": lambda: kernels.GatedUnitCall(
             platform=platform, rows=32, width=256, dtype="bfloat16", activation="silu", devices=1
         ),
+        "convolution": lambda: kernels.ConvolutionCall(
+            platform=platform, batch=1, space=(16, 16), window=(3, 3), stride=(1, 1),
+            padding=((1, 1), (1, 1)), channels=128, outputs=256, dtype="bfloat16", bias=True,
+            devices=1,
+        ),
+        "group_norm": lambda: kernels.GroupNormCall(
+            platform=platform, batch=2, places=1024, channels=320, groups=32, dtype="bfloat16",
+            activation="silu", devices=1,
+        ),
+        "rms_norm": lambda: kernels.NormCall(**norm),
+        "add_rms_norm": lambda: kernels.AddNormCall(**norm),
         "take_rows": lambda: kernels.TakeRowsCall(
             platform=platform, table_rows=512, width=128, rows=32, table_dtype="bfloat16",
             dtype="float32", devices=1,
         ),
-        "argmax": lambda: kernels.ArgmaxCall(platform=platform, rows=8, width=1024, devices=1),
+        "rotary_embedding": lambda: kernels.RotaryCall(
+            platform=platform, tokens=32, heads=4, head_dim=64, rotated_dim=64, interleaved=False,
+            dtype="bfloat16", devices=1,
+        ),
+        "ragged_convolution": lambda: kernels.RaggedConvolutionCall(
+            platform=platform, tokens=96, rows=4, kept=1, channels=256, width=4, dtype="bfloat16",
+            kept_dtype="bfloat16", bias=True, activation="silu", devices=1,
+        ),
+        "ragged_gated_delta_rule": lambda: kernels.RaggedDeltaCall(
+            platform=platform, tokens=96, rows=4, kept=1, key_heads=2, heads_per_key=2, key_dim=64,
+            value_dim=128, corrects=True, devices=1,
+        ),
+        "argmax": lambda: kernels.ArgmaxCall(**logits),
+        "filter_logits": lambda: kernels.FilterLogitsCall(**logits),
+        "sample_tokens": lambda: kernels.SampleTokensCall(**logits),
         "linear_cross_entropy": lambda: CrossEntropyCall(**products, z_loss=True),
         "linear_logprobs": lambda: LogprobsCall(**products, entropy=True),
     }[operation]()  # fmt: skip

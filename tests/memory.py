@@ -35,9 +35,26 @@ def programs_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
     let_programs_go()
 
 
-def let_programs_go() -> None:
-    """Drop what was compiled, where the process has grown large: for files with many models too."""
-    if "jax" in sys.modules and _resident_mb() > _KEPT_MB:
+@pytest.fixture(scope="module", autouse=True)
+def cache_left_as_found() -> Iterator[None]:
+    """After a file, jax's compilation cache is on or off as before: a program that was loaded from
+    it says less of itself (no simulation of its heap), and the trainer and engines turn it on."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    yield
+    if before != {name: jax.config.values[name] for name in names}:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def let_programs_go(above: int = _KEPT_MB) -> None:
+    """Drop what was compiled, where the process has grown above some MB: for files with many models
+    too."""
+    if "jax" in sys.modules and _resident_mb() > above:
         import jax
 
         jax.clear_caches()

@@ -2,6 +2,7 @@
 to measure what the server itself costs."""
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -38,6 +39,7 @@ class _Stream:
     params: SamplingParams
     pieces: list[tuple[int, str]]
     """Tokens and their texts, repeated over and over."""
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     arrival: float = field(default_factory=time.monotonic)
     scheduled: float = 0.0
     made: int = 0
@@ -97,6 +99,7 @@ class MockEngine:
         self.max_num_seqs = max_num_seqs
         self.default_sampling_params: dict[str, Any] = {}
         self.is_sleeping = False
+        self.leader = None
         self.ready = Readiness(done=1, total=1, seconds_left=0.0)
         self.embedding_width = 8
         self.aborted = 0
@@ -109,7 +112,6 @@ class MockEngine:
         self._running: list[_Stream] = []
         self._waiting: deque[_Stream] = deque()
         self._stopping = False
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="mock-engine", daemon=True)
 
     def start(self) -> None:
@@ -166,7 +168,6 @@ class MockEngine:
             ids = self.tokenizer.encode(self._reply).tolist()
         pieces = [(number, self.tokenizer.decode([number], special=True)) for number in ids]
         stream = _Stream(self, request_id, options.get("prompt"), prompt_ids, params, pieces)
-        self._loop = asyncio.get_running_loop()
         with self._lock:
             self._waiting.append(stream)
             self._lock.notify()
@@ -238,8 +239,12 @@ class MockEngine:
         self._send([(stream, failure) for stream in left])
 
     def _send(self, made: list[tuple[_Stream, Any]]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver, made)
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Any]]] = {}
+        for stream, item in made:
+            by_loop.setdefault(stream.loop, []).append((stream, item))
+        for loop, pairs in by_loop.items():
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody reads
+                loop.call_soon_threadsafe(_deliver, pairs)
 
     def _step(self) -> list[tuple[_Stream, RequestOutput | None]]:
         """The next token of every running request."""

@@ -24,6 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+FLOATS_AND_INTEGERS = ("float32", "bfloat16", "int8", "int4")
+GGUF_FILES = ("Q8_0", "Q4_K_M")
+"""Precisions of GGUF files that llama.cpp's quantizer writes, which both serve as they are."""
+
 
 class AbsentError(Exception):
     """The peer takes no part with this precision; the message says why."""
@@ -74,9 +78,8 @@ def serve(load: Load) -> None:
     """Be a contestant until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument(
-        "--precision", choices=("float32", "bfloat16", "int8", "int4"), required=True
-    )
+    precisions = (*FLOATS_AND_INTEGERS, *GGUF_FILES)
+    parser.add_argument("--precision", choices=precisions, required=True)
     parser.add_argument("--threads", type=int, required=True)
     args = parser.parse_args()
     with os.fdopen(os.dup(1), "w") as answers:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from _protocol import Record, serve
+from _protocol import GGUF_FILES, AbsentError, Record, serve
 
 CONTEXT, ROWS = 1152, 32
 """What the engine is made for, unless a turn needs more."""
@@ -21,6 +21,10 @@ class Fornax:
         from fornax import __version__
 
         self._model = model
+        if precision in GGUF_FILES:
+            self._model = model / "converted" / f"gguf-{precision}" / "model.gguf"
+            if not self._model.exists():
+                raise AbsentError("llama.cpp, which writes the file, takes no part")
         self._options: dict[str, Any] = {
             "dtype": "float32" if precision == "float32" else "bfloat16",
             "quantization": precision if precision.startswith("int") else None,

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from _protocol import Record, converted, serve
+from _protocol import GGUF_FILES, Record, converted, serve
 
 CHUNK = 512
 """Prompt tokens of one llama_decode: llama.cpp's own default for a physical batch."""
@@ -33,7 +33,7 @@ class LlamaCpp:
         ]
         self.details = {
             "versions": f"llama-cpp-python {llama_cpp.__version__}",
-            "weights": {"int8": "q8_0", "int4": "q4_0"}.get(precision, precision),
+            "weights": {"int8": "q8_0", "int4": "q4_0"}.get(precision, precision.lower()),
             "cache": "float32" if precision == "float32" else "float16",
             "built with": " ".join(features),
         }
@@ -101,9 +101,14 @@ class LlamaCpp:
 
 
 def write(model: Path, folder: Path, precision: str) -> None:
-    """Write the Llama or Qwen3-MoE of a Hugging Face directory as GGUF."""
+    """Write the Llama or Qwen3-MoE of a Hugging Face directory as GGUF; what llama.cpp's own
+    quantizer mixes, such as Q4_K_M, by that."""
     import gguf
 
+    if precision in GGUF_FILES:
+        floats = converted(model, "gguf-float32", lambda path: write(model, path, "float32"))
+        quantize(floats, folder, precision)
+        return
     config = json.loads((model / "config.json").read_text())
     kind = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}[precision]
     quantized = getattr(gguf.GGMLQuantizationType, kind)
@@ -137,6 +142,18 @@ def write(model: Path, folder: Path, precision: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize(source: Path, folder: Path, kind: str) -> None:
+    """Quantize the model.gguf of one folder into another, as `llama-quantize` does."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    names = (str(path / "model.gguf").encode() for path in (source, folder))
+    code = llama_cpp.llama_model_quantize(*names, ctypes.byref(params))
+    if code:
+        raise RuntimeError(f"llama_model_quantize returned {code} for {kind}")
 
 
 def add_tokenizer(writer, model: Path, size: int) -> None:

@@ -64,7 +64,7 @@ def test_a_launch_makes_the_losses_of_one_process(config: Path, tmp_path: Path):
         env=kept,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=580,
     )
     assert ended.returncode == 0, ended.stderr
     expected, found = _losses(tmp_path / "alone"), _losses(tmp_path / "launched")

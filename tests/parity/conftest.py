@@ -7,6 +7,7 @@ from typing import Any
 
 os.environ["XLA_FLAGS"] = ""  # one device: these tests compare numbers, not shardings
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns of every import from trl.experimental
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # oracles that compile take a minute for each function
 
 import numpy as np
 import pytest

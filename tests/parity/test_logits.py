@@ -1,6 +1,6 @@
 """Logits equal transformers' in float32 for every family and option, whatever the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from flax import nnx
+from tests.memory import let_programs_go
 from tests.parity.cases import CASES, UNPACKED, UNPADDED, build
 from tests.parity.conftest import make_oracle, oracle_logits
 
@@ -17,6 +18,13 @@ from fornax.models import Decoder, load_pretrained, save_pretrained
 pytestmark = pytest.mark.parity
 TOLERANCE = 1e-4
 VOCAB = 97
+
+
+@pytest.fixture(autouse=True)
+def small_process() -> Iterator[None]:
+    """Many cases compile their own programs."""
+    yield
+    let_programs_go(1600)
 
 
 def _tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:

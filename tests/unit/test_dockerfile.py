@@ -75,7 +75,7 @@ def test_entry_point_is_the_command_and_its_example_parses() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=400,
     ).stdout
     for option in filter(lambda word: word.startswith("--"), options):
         assert option.removeprefix("--").replace("-", "_") in help_text

@@ -30,6 +30,14 @@ def test_the_page_is_the_generated_one(status: ModuleType) -> None:
     assert status.PAGE.read_text() == told, "run: python benchmarks/status.py"
 
 
+def test_the_guide_and_the_doctor_have_the_generated_table(status: ModuleType) -> None:
+    results = status.read(status.RESULTS)
+    text = status.INSTALL.read_text()
+    assert status.with_table(text, results) == text, "run: python benchmarks/status.py"
+    assert status.shipped(results) == status.SHIPPED.read_text(), "run: python benchmarks/status.py"
+    assert status.table(results) in status.PAGE.read_text()
+
+
 def test_a_run_on_a_gpu_changes_the_sentence_and_names_what_failed(
     status: ModuleType, tmp_path: Path
 ) -> None:
@@ -43,7 +51,10 @@ def test_a_run_on_a_gpu_changes_the_sentence_and_names_what_failed(
     (tmp_path / "2026-01-02-nvidia_h200-device_test.json").write_text(told)
     after = "Measured on CPU and GPU; programs compiled for TPU; not yet run on TPU."
     assert status.sentence(status.read(tmp_path)) == after
+    assert "device tests on nvidia_h200, 2026-01-02: 1 failed" in status.table(
+        status.read(tmp_path)
+    )
     page = status.page(status.read(tmp_path))
     assert "tested on nvidia_h200" in page
     assert "failed: test_kernels.py::test_b" in page
-    assert page.count("never run") == 1
+    assert page.count("- never run") == 1

@@ -6,6 +6,7 @@ from fornax.adapters.load import load_quantized
 from fornax.adapters.merge import merge, merged, merged_params, unmerge
 from fornax.adapters.module import LoRAParam, QuantizedParam
 from fornax.adapters.peft import load_peft, save_peft
+from fornax.adapters.stored import held_codes
 
 __all__ = [
     "LoRA",
@@ -14,6 +15,7 @@ __all__ = [
     "attach",
     "detach",
     "disabled",
+    "held_codes",
     "is_adapted",
     "load_peft",
     "load_quantized",

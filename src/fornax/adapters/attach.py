@@ -5,7 +5,7 @@ Legend: R rank.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fornax.adapters.config import LoRA
-from fornax.adapters.kinds import KernelLayout, layout_of
 from fornax.adapters.module import (
     LoRAParam,
     QuantizedParam,
@@ -26,9 +25,11 @@ from fornax.adapters.module import (
 )
 from fornax.adapters.quantize import Blocks, block_size, quantize, quantize_array
 from fornax.adapters.rules import first_match, matches, select
+from fornax.adapters.stored import Held, stored_blocks
 from fornax.config.errors import ConfigError
 from fornax.models import Decoder
 from fornax.models.experts import ExpertProjection
+from fornax.models.kernel_layout import KernelLayout, layout_of
 
 __all__ = [
     "ReadQuantized",
@@ -48,6 +49,8 @@ _DEFAULT_TARGETS = (
     "global_attention/*",
     "shared_attention/*",
     "global_shared_attention/*",
+    "attention1/*",
+    "attention2/*",
     "mlp/*",
     "wide_mlp/*",
     "experts/gate",
@@ -55,7 +58,7 @@ _DEFAULT_TARGETS = (
     "experts/down",
     "experts/shared/*",
 )
-"""The projections of a decoder's layers, as far as it has them."""
+"""The projections of a decoder's or a U-Net's layers, as far as it has them."""
 
 
 ReadQuantized = Callable[[str, Blocks], tuple[jax.Array, ...]]
@@ -63,7 +66,12 @@ ReadQuantized = Callable[[str, Blocks], tuple[jax.Array, ...]]
 
 
 def attach(
-    model: nnx.Module, config: LoRA, *, rngs: nnx.Rngs, read: ReadQuantized | None = None
+    model: nnx.Module,
+    config: LoRA,
+    *,
+    rngs: nnx.Rngs,
+    read: ReadQuantized | None = None,
+    held: Mapping[str, Held] | None = None,
 ) -> list[str]:
     """Put adapters on a model, in place; until trained they change nothing.
 
@@ -78,6 +86,7 @@ def attach(
         rngs: draws A; seeds dropout.
         read: gives the quantized kernels of an abstract model, whose adapters are then arrays;
             None quantizes the model's own.
+        held: how the files of the model hold its kernels, for `quantize` "stored".
 
     Returns:
         Paths of the adapted modules, such as layers/attention/q.
@@ -104,7 +113,7 @@ def attach(
             "lora.experts=shared, and lora.targets adapts no experts; leave it out, or name them"
         )
     for path in paths:
-        _adapt(path, modules[path], adaptable[path], config, rngs, read)
+        _adapt(path, modules[path], adaptable[path], config, rngs, read, held)
     return paths
 
 
@@ -193,6 +202,7 @@ def _adapt(
     config: LoRA,
     rngs: nnx.Rngs,
     read: ReadQuantized | None,
+    held: Mapping[str, Held] | None,
 ) -> None:
     rank = first_match(config.rank_pattern, path, config.rank)
     alpha = first_match(config.alpha_pattern, path, config.alpha)
@@ -225,7 +235,7 @@ def _adapt(
     if config.dropout:
         module.lora_dropout = _dropout(config, layout, shape, rngs)
     if config.quantize is not None:
-        _hold_quantized(path, module, config, make, read)
+        _hold_quantized(path, module, config, make, read, held)
     if config.dora:
         module.lora_magnitude = make.param(
             LoRAParam,
@@ -280,13 +290,22 @@ def _dropout(
 
 
 def _hold_quantized(
-    path: str, module: Any, config: LoRA, make: _Maker, read: ReadQuantized | None
+    path: str,
+    module: Any,
+    config: LoRA,
+    make: _Maker,
+    read: ReadQuantized | None,
+    held: Mapping[str, Held] | None,
 ) -> None:
     kernel, layout = module.kernel.get_value(), module.lora.layout
     assert config.quantize is not None
     axis = layout.stacked + layout.inputs[-1] - kernel.ndim
-    size = block_size(kernel.shape[axis], config.quantize_block, config.quantize, path)
-    blocks = Blocks(config.quantize, axis, size, jnp.dtype(kernel.dtype).name)
+    dtype = jnp.dtype(kernel.dtype).name
+    if config.quantize == "stored":
+        blocks = stored_blocks(path, kernel.shape, axis, dtype, held)
+    else:
+        size = block_size(kernel.shape[axis], config.quantize_block, config.quantize, path)
+        blocks = Blocks(config.quantize, axis, size, dtype)
     if make.abstract:
         codes, scale = jax.eval_shape(lambda x: quantize(x, blocks), kernel)
     elif read is not None:

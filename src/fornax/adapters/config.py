@@ -8,7 +8,7 @@ from fornax.config.errors import ConfigError
 
 __all__ = ["LoRA", "Quantization"]
 
-Quantization = Literal["nf4", "int8", "int4"]
+Quantization = Literal["nf4", "int8", "int4", "stored"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,11 @@ class LoRA:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     """Pattern to an alpha other than `alpha`; the first that fits counts."""
     quantize: Quantization | None = None
-    """Hold the adapted modules' base weights in so many bits (QLoRA)."""
+    """Hold the adapted modules' base weights in this many bits (QLoRA). `stored`: with the codes
+    that the base's files have, 4 bits without zero points or 8, instead of rounding their values
+    again."""
     quantize_block: int = 64
-    """Inputs that share a scale in a quantized weight, at most."""
+    """Inputs that share a scale in a quantized weight, at most; files have their own."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -50,9 +50,10 @@ class LoRAExperts:
         y_AN = self._of_base(x_AK, rows.sizes_E)
         if self.a_EKR is None or self.b_ERN is None:
             return y_AN
-        hidden_AR = kernels.grouped_matmul(x_AK, self.a_EKR, rows.sizes_E)
-        y_AN = y_AN + kernels.grouped_matmul(hidden_AR, self.b_ERN, rows.sizes_E)
-        return y_AN if self.change_EN is None else y_AN + self.change_EN[rows.experts_R] * y_AN
+        with jax.named_scope("adapter"):
+            hidden_AR = kernels.grouped_matmul(x_AK, self.a_EKR, rows.sizes_E)
+            y_AN = y_AN + kernels.grouped_matmul(hidden_AR, self.b_ERN, rows.sizes_E)
+            return y_AN if self.change_EN is None else y_AN + self.change_EN[rows.experts_R] * y_AN
 
     def _of_base(self, x_AK: jax.Array, sizes_E: jax.Array) -> jax.Array:
         base, blocks = self.base, self.blocks
@@ -77,7 +78,7 @@ class LoRAExperts:
 
 
 def remaking(apply: Callable[..., jax.Array], x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """`apply(x, *weights)`, linear in x, whose passes make anew what they need of the weights.
+    """`apply(x, *weights)`, linear in x, whose passes make again what they need of the weights.
 
     The weights have no gradient. A rule of its own, because `jax.checkpoint` would leave what is
     saved to the policy of one around it.

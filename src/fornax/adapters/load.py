@@ -1,4 +1,4 @@
-"""Loading a base model for QLoRA: each layer's kernel is quantized as it is read."""
+"""Loading a base model for QLoRA: each layer's kernel is quantized as it is read, or is."""
 
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from fornax.adapters.attach import attach
 from fornax.adapters.config import LoRA
 from fornax.adapters.quantize import Blocks, quantize_array
+from fornax.adapters.stored import held_codes, read_codes
 from fornax.config.errors import ConfigError
 from fornax.mesh import DEFAULT_RULES, Rules
 from fornax.models import Decoder, open_pretrained
@@ -29,8 +30,8 @@ def load_quantized(
 ) -> Decoder:
     """The decoder of a Hugging Face directory with adapters on quantized kernels.
 
-    It is what `attach` makes of `load_pretrained`, to the bit. The kernels that are quantized never
-    exist together: peak memory is the quantized model's plus a few layers of one kernel.
+    It is what `attach` makes of `load_pretrained`, bit for bit. The kernels that are quantized
+    never exist together: peak memory is the quantized model's plus a few layers of one kernel.
 
     Args:
       path: directory with config.json and safetensors files.
@@ -42,17 +43,21 @@ def load_quantized(
       rules: logical axes to mesh axes.
 
     Raises:
-      ConfigError: without `quantize`, for patterns that find no module, or a model that is not
-        supported.
+      ConfigError: without `quantize`, for codes that cannot be used, patterns that find no
+        module, or a model that is not supported.
       CheckpointError: for weights that are missing, damaged or of another shape.
     """
     if config.quantize is None:
-        raise ConfigError("load_quantized needs lora.quantize: nf4, int8 or int4")
+        raise ConfigError("load_quantized needs lora.quantize: nf4, int8, int4 or stored")
     stored = open_pretrained(path, dtype, mesh, rules, compute_dtype=compute_dtype)
+    held = held_codes(stored) if config.quantize == "stored" else None
 
     def read(module: str, blocks: Blocks) -> tuple[jax.Array, ...]:
-        return stored.convert(f"{module}/kernel", lambda kernel: quantize_array(kernel, blocks))
+        kernel = f"{module}/kernel"
+        if held is None:
+            return stored.convert(kernel, lambda whole: quantize_array(whole, blocks))
+        return read_codes(stored, kernel, blocks, held[kernel])
 
-    attach(stored.model, config, rngs=rngs, read=read)
+    attach(stored.model, config, rngs=rngs, read=read, held=held)
     stored.fill()
     return stored.model

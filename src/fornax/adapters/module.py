@@ -3,7 +3,8 @@
 y = W x + s B A x, and with DoRA y = m / |W + s B A| (W x + s B A x), the norm over the inputs of
 each output and taken as a constant by the gradient (Liu et al. 2024, section 4.3).
 
-The base's parameters keep their names: what laid them out, loaded or sharded them goes on working.
+The base's parameters keep their names: what laid them out, loaded or sharded them continues
+working.
 """
 
 import functools
@@ -16,10 +17,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fornax.adapters.experts import LoRAExperts, remaking
-from fornax.adapters.kinds import KernelLayout, Kind, kind_of
+from fornax.adapters.kinds import Kind, kind_of
 from fornax.adapters.quantize import Blocks, dequantize
 from fornax.mesh import mesh_in_use
 from fornax.models.experts import ExpertProjection
+from fornax.models.kernel_layout import KernelLayout
+from fornax.models.scope import scoped
 
 __all__ = [
     "LoRAParam",
@@ -60,6 +63,7 @@ class Spec:
     """Whether the kernel holds the adapter's product already, and `kernel_base` the base's."""
 
 
+@scoped
 def _call(self: Any, x: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
     """The base's output for x, and the adapter's."""
     spec: Spec = self.lora
@@ -68,12 +72,13 @@ def _call(self: Any, x: jax.Array, *arguments: Any, **named: Any) -> jax.Array:
         return y
     kind = kind_of(self)
     assert kind is not None
-    given = self.lora_dropout(x) if spec.dropout else x
-    a, b = (part.get_value().astype(y.dtype) for part in (self.lora_a, self.lora_b))
-    delta = kind.through(self, given.astype(y.dtype), a, b * spec.scale, *arguments, **named)
-    if not spec.dora:
-        return y + delta
-    return y + delta + _turned(self, kind, y, delta, *arguments, **named)
+    with jax.named_scope("adapter"):
+        given = self.lora_dropout(x) if spec.dropout else x
+        a, b = (part.get_value().astype(y.dtype) for part in (self.lora_a, self.lora_b))
+        delta = kind.through(self, given.astype(y.dtype), a, b * spec.scale, *arguments, **named)
+        if not spec.dora:
+            return y + delta
+        return y + delta + _turned(self, kind, y, delta, *arguments, **named)
 
 
 def _turned(

@@ -110,7 +110,7 @@ def save_peft(
     ):
         raise CheckpointError(
             f"{target} exists"
-            + ("" if not overwrite else " and is no adapter's folder")
+            + ("" if not overwrite else " and is not an adapter's folder")
             + "; give another path"
             + ("" if overwrite else ", or overwrite")
         )

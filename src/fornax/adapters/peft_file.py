@@ -105,7 +105,7 @@ def read_peft(
         else:
             modules[name] = _module(folder, config, name, parts, known)
     if not modules:
-        raise CheckpointError(f"{folder / PEFT_WEIGHTS} holds no adapter; save it anew")
+        raise CheckpointError(f"{folder / PEFT_WEIGHTS} holds no adapter; save it again")
     return PeftAdapter(folder=folder, config=config, modules=modules)
 
 
@@ -162,7 +162,7 @@ def _module(
     slot = None if layout is None else layout.blocks[0].slot
     if layout is None or slot is None or slot.layer is None or not slot.num_inputs:
         raise ConfigError(
-            f"{folder}: {name} is no projection of this model's layers; only those are adapted"
+            f"{folder}: {name} is not a projection of this model's layers; only those are adapted"
         )
     if layout.blocks[0].groups > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Weights in few bits, block by block: nf4, int8 and int4.
+"""Quantized weights, block by block: nf4, int8 and int4.
 
 Each block of inputs of an output shares a scale. The codes keep the kernel's axes, two of them to a
 byte for four bits, so that a kernel's sharding is its codes'.
@@ -7,6 +7,7 @@ nf4 are the quantiles of a normal distribution, zero among them (Dettmers et al.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 
 from fornax.adapters.config import Quantization
 from fornax.config.errors import ConfigError
+from fornax.quant.rounding import rounded_to
 
 __all__ = ["NF4", "Blocks", "block_size", "dequantize", "quantize", "quantize_array"]
 
@@ -47,13 +49,17 @@ _LARGEST = {"nf4": 1.0, "int8": 127.0, "int4": 7.0}
 class Blocks:
     """How a kernel is held."""
 
-    format: Quantization
+    format: Literal["nf4", "int8", "int4"]
     axis: int
     """Which axis is cut into blocks, counted from the last one."""
     size: int
     """Entries of a block."""
     dtype: str
     """Dtype of the kernel that it stands for."""
+    scale: str = "bfloat16"
+    """Dtype of scales."""
+    product: str = "float32"
+    """Dtype that a code times its scale is rounded to."""
 
 
 def block_size(width: int, most: int, bits: Quantization, where: str) -> int:
@@ -77,14 +83,14 @@ def block_size(width: int, most: int, bits: Quantization, where: str) -> int:
 
 
 def quantize(kernel: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """A kernel's codes, and the bfloat16 scales of its blocks.
+    """A kernel's codes, and the scales of its blocks.
 
     The scales are rounded before the codes are chosen, so that rounding them costs nothing.
     """
     axis = kernel.ndim + blocks.axis
     parts = _cut(kernel.astype(jnp.float32), axis, blocks.size)
     largest = jnp.max(jnp.abs(parts), axis=axis + 1) / _LARGEST[blocks.format]
-    scale = largest.astype(jnp.bfloat16)
+    scale = largest.astype(blocks.scale)
     divisor = jnp.expand_dims(scale.astype(jnp.float32), axis + 1)
     unit = jnp.where(divisor > 0, parts / jnp.where(divisor > 0, divisor, 1), 0)
     unit = unit.reshape(kernel.shape)
@@ -115,6 +121,7 @@ def dequantize(codes: jax.Array, scale: jax.Array, blocks: Blocks) -> jax.Array:
         unit = jnp.asarray(NF4)[codes] if blocks.format == "nf4" else codes.astype(jnp.float32) - 8
     parts = _cut(unit, axis, blocks.size)
     whole = parts * jnp.expand_dims(scale.astype(jnp.float32), axis + 1)
+    whole = rounded_to(whole, np.dtype(blocks.product))
     return whole.reshape(unit.shape).astype(blocks.dtype)
 
 

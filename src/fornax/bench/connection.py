@@ -84,7 +84,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection is open."""
-        self.transport = cast("asyncio.Transport", transport)  # uvloop's class is no subclass
+        self.transport = cast("asyncio.Transport", transport)  # uvloop's class is not a subclass
 
     def data_received(self, data: bytes) -> None:
         """Bytes arrived."""

@@ -27,7 +27,7 @@ def arrival_times(
     constant rate the times are scaled so that the last request goes out when that rate says.
 
     Args:
-        rate: requests a second; inf sends all at once.
+        rate: requests per second; inf sends all at once.
         ramp: "linear" or "exponential", with the rates at its start and end, in place of `rate`.
     """
     if ramp is None and math.isinf(rate):
@@ -45,7 +45,7 @@ def arrival_times(
 
 
 def _ramp(count: int, strategy: str, start: float, end: float) -> np.ndarray:
-    """Requests a second at each request, `[count]`."""
+    """Requests per second at each request, `[count]`."""
     progress = np.arange(count) / max(count - 1, 1)
     if strategy == "linear":
         return start + (end - start) * progress
@@ -61,7 +61,7 @@ async def run_load(
 
     Args:
         arrivals: when each request is to be sent by `time.perf_counter()`, in order; asked for the
-            next when a client is free, so that it may go on until a time is over.
+            next when a client is free, so that it may continue until a time is over.
         send: sends a request and returns when it is answered; its second argument is how many
             seconds the request waited for a free client.
     """

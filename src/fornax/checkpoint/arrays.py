@@ -69,7 +69,7 @@ def _staged(state: object) -> Any:
     """The state in memory that no program owns, for what a CPU's devices hold.
 
     Orbax writes such arrays from where they are. The next step could not reuse them meanwhile, and
-    would wait for the kernel to hand out as much memory anew, in pages of 4 KiB; a copy made here,
+    would wait for the kernel to hand out as much memory again, in pages of 4 KiB; a copy made here,
     by all cores and in large pages, takes a fraction of that. Arrays of other devices stay as they
     are: Orbax copies them before it returns.
     """

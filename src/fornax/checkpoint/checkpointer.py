@@ -202,7 +202,7 @@ class Checkpointer:
                 self._clear()
                 raise self._save_error(step, error) from error
             self._together.end()
-            response = Future()  # the others began, and hear of it when they wait
+            response = Future()  # the others began, and learn of it when they wait
             response.set_exception(error)
         self._pending = self._executor.submit(self._finish, path, response, record, at)
         if force:
@@ -280,7 +280,8 @@ class Checkpointer:
         return steps[-1] if steps else None
 
     def resume_step(self) -> int | None:
-        """The step to go on from: the newest complete one that process 0 finds; None to start anew.
+        """The step to resume from: the newest complete one that process 0 finds; None to start from
+        scratch.
 
         Where the mirror has a newer one than the directory, it is fetched.
 
@@ -300,7 +301,7 @@ class Checkpointer:
         if others:
             raise CheckpointError(
                 f"the processes do not share {self.directory}: process 0 on {found[0][0]} "
-                f"{'starts anew' if step is None else f'goes on from step {step}'} and has "
+                f"{'starts from scratch' if step is None else f'resumes from step {step}'} and has "
                 f"{_listed(found[0][1])}; {'; '.join(others)}"
                 + ("" if step is None else f", or another step {step}")
                 + ". Give all of them one directory on storage that every host reaches"
@@ -354,7 +355,7 @@ class Checkpointer:
                 delete_step(self.directory, step)
             except OSError as error:
                 raise CheckpointError(
-                    f"step {step} in {self.directory} is of no use any more, as the run goes on "
+                    f"step {step} in {self.directory} is not needed any more, as the run resumes "
                     f"from step {after}, and cannot be deleted ({error.strerror}); delete it"
                 ) from error
         if self._mirror is not None:

@@ -65,7 +65,7 @@ def claim(root: Path) -> None:
                     f"{root} holds {', '.join(foreign[:5])}, which Fornax did not write, and a "
                     "run would clean them up; choose an empty directory"
                 )
-            mark.write_text("Checkpoints of a Fornax run, one directory a step.\n")
+            mark.write_text("Checkpoints of a Fornax run, one directory per step.\n")
         probe = root / f".writable.{os.getpid()}"
         probe.touch()
         probe.unlink()

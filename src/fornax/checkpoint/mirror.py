@@ -1,8 +1,8 @@
-"""A copy of a run's checkpoints in an object store, from which it goes on elsewhere.
+"""A copy of a run's checkpoints in an object store, from which it is resumed elsewhere.
 
 A store has no renames and no locks, and what a machine sent before it died may arrive after the
 next machine wrote the same step. So each copy of a step has a folder of its own, `<step>-<random>`.
-Its files are put first and its records last, that of process 0 at the very end, and deleted in the
+Its files are put first and its records last, that of process 0 last of all, and deleted in the
 opposite order. A copy is whole when its records are there and all that they name, in their sizes.
 """
 

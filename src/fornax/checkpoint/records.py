@@ -1,4 +1,4 @@
-"""The file that makes a step complete: one record a process, written last, checked on reading.
+"""The file that makes a step complete: one record per process, written last, checked on reading.
 
 A step directory is Orbax's own, plus `fornax.<process>.json` from each process that saved it. The
 record holds that process's data positions and the checksums of its share of the files; the record

@@ -12,7 +12,7 @@ __all__ = ["CheckpointConfig", "Kept", "expired"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Retention and verification; a checkpoint stays while any of the keep rules wants it."""
+    """Retention and verification; a checkpoint stays while any of the keep rules keeps it."""
 
     keep_last: int = 3
     """Newest checkpoints to keep; at least 1."""
@@ -33,7 +33,7 @@ class CheckpointConfig:
     """How long the background part of a save may take, all processes together."""
     mirror: str | None = None
     """An address such as gs://bucket/run or s3://bucket/run to which each complete step is copied,
-    and from which the run goes on where its directory has no newer step."""
+    and from which the run resumes where its directory has no newer step."""
 
     mtbf_hours: float | None = None
     """Mean hours between failures of the whole run, for `save_every: auto`; null takes what
@@ -52,7 +52,7 @@ class CheckpointConfig:
             raise ConfigError(f"keep_best={self.keep_best} is negative; use 0 to switch it off")
         if self.mirror is not None and "://" not in self.mirror:
             raise ConfigError(
-                f"mirror={self.mirror} is no address; write gs://bucket/folder or s3://…, or null"
+                f"mirror={self.mirror} is not an address; write gs://bucket/folder, s3://… or null"
             )
         if (self.keep_best > 0) != (self.best_metric is not None):
             raise ConfigError(

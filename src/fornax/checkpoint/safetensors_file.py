@@ -39,10 +39,9 @@ DTYPES: Mapping[str, np.dtype] = {
     "U64": np.dtype(np.uint64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 """All dtypes of arrays in such files."""
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _MAX_HEADER = 100_000_000
 """The format's own limit, so that a damaged length is not read as gigabytes."""
 
@@ -67,8 +66,15 @@ class StoredTensor:
         return mapped.view(self.dtype).reshape(self.shape)
 
 
-def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+def find_tensors(
+    folder: Path, dtypes: Mapping[str, np.dtype] = FLOATS, *, stem: str = "model"
+) -> dict[str, StoredTensor]:
     """Every tensor of a Hugging Face directory by name, from one file or a sharded set.
+
+    Args:
+      folder: the directory.
+      dtypes: of which all tensors are.
+      stem: of the files' names.
 
     Raises:
       CheckpointError: no safetensors files, a missing or damaged one, or an index that does not
@@ -76,12 +82,12 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory; give one with config.json and weights")
-    index = folder / _INDEX
+    index = folder / f"{stem}.safetensors.index.json"
     if index.exists():
-        return _from_index(folder, index)
-    single = folder / _SINGLE
+        return _from_index(folder, index, dtypes)
+    single = folder / f"{stem}.safetensors"
     if single.exists():
-        return open_file(single)
+        return open_file(single, dtypes)
     pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(
         path.name for path in folder.glob("*.pt*")
     )
@@ -91,10 +97,12 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
             "which can run code: convert it to safetensors where you trust it (transformers' "
             "save_pretrained writes it)"
         )
-    raise CheckpointError(f"{folder} has neither {_SINGLE} nor {_INDEX}")
+    raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}")
 
 
-def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
+def _from_index(
+    folder: Path, index: Path, dtypes: Mapping[str, np.dtype]
+) -> dict[str, StoredTensor]:
     places = _read_index(index)
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(places.values())):
@@ -102,7 +110,7 @@ def _from_index(folder: Path, index: Path) -> dict[str, StoredTensor]:
             lost = [name for name, place in places.items() if place == file]
             more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
             raise CheckpointError(f"{folder / file} is missing; it holds {lost[0]}{more}")
-        found.update(open_file(folder / file))
+        found.update(open_file(folder / file, dtypes))
     for name, file in places.items():
         if name not in found or found[name].file.name != file:
             raise CheckpointError(f"{index} says that {name} is in {file}, and it is not")

@@ -50,9 +50,7 @@ class StoredSteps:
         steps = self.steps()
         if not steps:
             what = "has no complete checkpoint" if self._directory.is_dir() else "does not exist"
-            raise CheckpointError(
-                f"{self._directory} {what}; check the path, or start the run anew"
-            )
+            raise CheckpointError(f"{self._directory} {what}; check the path, or start a new run")
         if step is None:
             return step_path(self._directory, steps[-1])
         if step not in steps:
@@ -112,4 +110,4 @@ class StoredSteps:
                     f"Step {step} is intact: restore it by number, or delete "
                     f"{step_path(self._directory, bad)} and resume"
                 )
-        return "No older step is intact: start the run anew"
+        return "No older step is intact: start a new run"

@@ -43,6 +43,20 @@ def read_config(
     return config
 
 
+def is_diffusion_config(config: Path | None) -> bool:
+    """Whether a file is the config of a diffusion run, which says what kind of model it has."""
+    import yaml
+
+    if config is None or not config.is_file():
+        return False
+    try:
+        found = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False  # reading it says what is wrong
+    model = found.get("model") if isinstance(found, dict) else None
+    return isinstance(model, dict) and "type" in model
+
+
 def print_keys(cls: type, prefix: str = "") -> None:
     """Print every key of a config, or those below a prefix."""
     fields = describe(cls)

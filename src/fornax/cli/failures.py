@@ -1,4 +1,4 @@
-"""Exceptions into one paragraph and an exit code: 2 for what the user can mend, 1 for a bug.
+"""Exceptions into one paragraph and an exit code: 2 for what the user can fix, 1 for a bug.
 
 75 where another process of the run is gone, so that a scheduler starts it again.
 """
@@ -61,7 +61,7 @@ def report(error: BaseException, run_dir: Path | None = None) -> int:
 
 
 def _mendable(error: BaseException) -> str | None:
-    """The paragraph for what the user can mend, or None for a bug."""
+    """The paragraph for what the user can fix, or None for a bug."""
     if isinstance(error, FornaxError):
         return str(error)
     for cause in _causes(error):
@@ -97,7 +97,7 @@ def _out_of_device_memory(error: BaseException) -> bool:
 
 def _bug(error: BaseException, run_dir: Path | None) -> str:
     where = _write_traceback(error, run_dir)
-    kept = f"the traceback is in {where}" if where else "the traceback stands above"
+    kept = f"the traceback is in {where}" if where else "the traceback is above"
     return (
         f"{type(error).__name__}: {_one_line(error, 300)}. This is a bug in Fornax {__version__}, "
         f"not a mistake of yours: {kept}; please report it with the command you gave"
@@ -138,7 +138,7 @@ def _stdout_is_closed() -> bool:
     """Whether the reader of standard output went away, and not that of some other pipe."""
     try:
         descriptor = sys.stdout.fileno()
-    except (OSError, ValueError):  # replaced by something that is no file
+    except (OSError, ValueError):  # replaced by something that is not a file
         return False
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)

@@ -29,7 +29,7 @@ def head_line(address: str, ready: bool, index: Sequence[Mapping[str, object]]) 
 def status_lines(
     index: Sequence[Mapping[str, Any]], stats: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """A line a version: its state, what it has done, why it does not serve."""
+    """A line per version: its state, what it has done, why it does not serve."""
     counts = {(each["name"], str(each["version"])): each for each in stats}
     rows: list[tuple[str, ...]] = [_HEAD]
     for each in index:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib.metadata
+import importlib.resources
+import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +16,32 @@ from packaging.specifiers import SpecifierSet
 
 from fornax import __version__
 from fornax.config import FornaxError, environment
+from fornax.config.host_memory import available_memory
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _DISTRIBUTION = "fornax-ai"
 _GIB = 2**30
+_LEAST_SHARED = 2**29
+"""Bytes of /dev/shm that several processes of a machine need; Docker gives 64 MiB."""
+_LEAST_FILES = 4096
+"""Descriptors: a server of 1,024 clients and its replicas."""
+EXTRAS = {
+    "serve": "`fornax serve`, `fornax host`, `fornax ui` and `fornax bench`",
+    "tune": "rewards by verified answers (`math-verify`, `jsonschema`)",
+    "hub": "models and datasets by their names on the Hugging Face Hub",
+    "cuda": "jax for NVIDIA GPUs (CUDA 13)",
+    "tpu": "jax for TPUs, and the compiler that `fornax plan` uses",
+    "cluster": "`fornax launch` on Ray and on several machines",
+    "gcs": "datasets and checkpoints in Google Cloud Storage",
+    "s3": "datasets and checkpoints in S3",
+    "tokamax": "kernels for experts on Hopper GPUs; Python 3.12 or newer",
+    "video": "MP4 files of sampled videos",
+    "bagz": "datasets in Bagz files",
+    "otel": "traces to OpenTelemetry",
+    "wandb": "metrics to Weights & Biases",
+    "vllm": "the step inside vLLM",
+}
+"""What each extra is for; `docs`, `dev` and `parity` are for work on Fornax itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +60,15 @@ def examine() -> list[Finding]:
     parts: tuple[Callable[[], Iterable[Finding]], ...] = (
         _versions,
         _devices,
+        _platform,
         _processes,
         _compiler,
+        _native,
         _tpu_compiler,
         _cores,
         _memory,
+        _shared_memory,
+        _open_files,
         _disks,
         _extras,
     )
@@ -104,10 +131,14 @@ def _requirements(package: str, extra: str = "") -> list[Requirement]:
 
 
 def _complete(package: str, extra: str) -> bool:
-    """Whether everything that an extra asks for is installed, the extras it names included."""
-    return all(
+    """Whether everything that an extra asks for is installed, the extras it names included.
+
+    An extra without requirements here, which needs another Python, is not complete.
+    """
+    wanted = _requirements(package, extra)
+    return bool(wanted) and all(
         _installed(each.name) is not None and all(_complete(each.name, e) for e in each.extras)
-        for each in _requirements(package, extra)
+        for each in wanted
     )
 
 
@@ -123,7 +154,7 @@ def _devices() -> Iterator[Finding]:
             name="devices",
             value="none",
             problem=f"jax does not start ({type(error).__name__}: {reason})",
-            fix="mend the accelerator's driver, or set JAX_PLATFORMS=cpu to go without it",
+            fix="fix the accelerator's driver, or set JAX_PLATFORMS=cpu to go without it",
             fatal=True,
         )
         return
@@ -139,6 +170,21 @@ def _devices() -> Iterator[Finding]:
         )
     else:
         yield Finding(name="devices", value=value)
+
+
+def _platform() -> Iterator[Finding]:
+    """What was tested and measured on devices such as those here: the table of the guide."""
+    text = importlib.resources.files("fornax.cli").joinpath("platforms.json").read_text()
+    try:
+        import jax
+
+        kind = jax.default_backend()
+    except Exception:  # the devices' finding says why
+        return
+    known = json.loads(text).get(kind, "neither tested nor measured")
+    machine = f"{platform.system()} {platform.machine()}"
+    where = "" if machine == "Linux x86_64" else f" (on Linux x86_64; this is {machine})"
+    yield Finding(name="platform", value=f"{kind}: {known}{where}")
 
 
 def _processes() -> Iterator[Finding]:
@@ -189,6 +235,14 @@ def _compiler() -> Iterator[Finding]:
     )
 
 
+def _native() -> Iterator[Finding]:
+    from fornax.kernels import compiled_native
+
+    found, units = compiled_native()
+    told = "" if found == units else "; the others are compiled when they are first used"
+    yield Finding(name="native kernels", value=f"{found} of {units} compiled{told}")
+
+
 def _first_line(path: str) -> str:
     try:
         done = subprocess.run(
@@ -230,7 +284,7 @@ def _memory() -> Iterator[Finding]:
     except (ValueError, OSError):
         yield Finding(name="memory", value="unknown")
         return
-    available = _available_memory() or free
+    available = available_memory() or free
     value = f"{available / _GIB:.1f} GiB available of {total / _GIB:.1f}"
     if available < 2 * _GIB:
         yield Finding(
@@ -243,14 +297,41 @@ def _memory() -> Iterator[Finding]:
         yield Finding(name="memory", value=value)
 
 
-def _available_memory() -> int | None:
-    """What the kernel could hand out without swapping, caches included."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match.group(1)) * 1024 if match else None
+def _shared_memory() -> Iterator[Finding]:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        yield Finding(name="/dev/shm", value="none")
+        return
+    usage = shutil.disk_usage(folder)
+    value = f"{usage.free / _GIB:.1f} GiB free of {usage.total / _GIB:.1f}"
+    if usage.free < _LEAST_SHARED:
+        yield Finding(
+            name="/dev/shm",
+            value=value,
+            problem="snapshots of launched runs and shared tensors of clients need more",
+            fix="mount -o remount,size=8g /dev/shm; in Docker, docker run --shm-size 8g",
+        )
+    else:
+        yield Finding(name="/dev/shm", value=value)
+
+
+def _open_files() -> Iterator[Finding]:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    shown = [
+        "unlimited" if each == resource.RLIM_INFINITY else f"{each:,}" for each in (soft, hard)
+    ]
+    value = f"{shown[0]}, at most {shown[1]} (servers take the most)"
+    if hard != resource.RLIM_INFINITY and hard < _LEAST_FILES:
+        yield Finding(
+            name="open files",
+            value=value,
+            problem=f"a server of many clients needs {_LEAST_FILES:,}",
+            fix="raise nofile in /etc/security/limits.conf; in Docker, --ulimit nofile=65536",
+        )
+    else:
+        yield Finding(name="open files", value=value)
 
 
 def _disks() -> Iterator[Finding]:
@@ -286,8 +367,9 @@ def _extras() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         extras = []
     have = [extra for extra in extras if _complete(_DISTRIBUTION, extra)]
-    lack = [extra for extra in extras if extra not in have]
-    yield Finding(
-        name="extras",
-        value=f"{', '.join(have) or 'none'} (not installed: {', '.join(lack) or 'none'})",
-    )
+    yield Finding(name="extras", value=", ".join(have) or "none")
+    for extra, purpose in EXTRAS.items():
+        if extra not in have:
+            install = f"pip install '{_DISTRIBUTION}[{extra}]'"
+            value = f"not installed: {purpose.replace('`', '')}; {install}"
+            yield Finding(name=f"  {extra}", value=value)

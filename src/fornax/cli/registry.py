@@ -47,7 +47,8 @@ class Group:
     command: Command | None = None
     """What the group's own name does when no command of it follows; None lists them."""
     takes_words: bool = False
-    """Whether that command takes words without a flag: then any word that is no command is its."""
+    """Whether that command takes words without a flag: then any word that is not a command is
+    its."""
 
 
 def reads(config: str, *, needs: tuple[str, str] | None = None) -> Callable[[], type]:
@@ -87,7 +88,7 @@ def _table(*entries: "Command | Group") -> dict[str, "Command | Group"]:
 
 DATA = Group(
     name="data",
-    summary="Build, inspect and picture training data",
+    summary="Build, inspect and visualize training data",
     example="fornax data build --source.type stdlib --output data/stdlib",
     commands=_table(
         Command(
@@ -98,13 +99,13 @@ DATA = Group(
         ),
         Command(
             name="data inspect",
-            summary="Records, token counts, how full the rows are",
+            summary="Count records and tokens, and how full the rows are",
             module="data_inspect",
             config=reads("fornax.data:DataConfig"),
         ),
         Command(
             name="data visualize",
-            summary="A picture of the pipeline with the measured time of each stage",
+            summary="Draw the pipeline with the measured time of each stage",
             module="data_visualize",
             config=reads("fornax.data:DataConfig"),
         ),
@@ -113,7 +114,7 @@ DATA = Group(
 
 TUNE_DOCTOR = Group(
     name="tune doctor",
-    summary="Is a run of post-training sound? Its checks, without starting it",
+    summary="Check a post-training run without starting it",
     example=f"fornax tune doctor {METHODS['sft'].example}".rpartition(" --out")[0],
     commands=_table(
         *(
@@ -131,7 +132,7 @@ TUNE_DOCTOR = Group(
 
 TUNE = Group(
     name="tune",
-    summary="Post-training: imitation, preferences, reinforcement, distillation",
+    summary="Post-training: SFT, preferences, reinforcement learning, distillation",
     example=f"fornax tune {METHODS['sft'].example}",
     commands=_table(
         *(
@@ -149,33 +150,84 @@ TUNE = Group(
     ),
 )
 
+DIFFUSION = Group(
+    name="diffusion",
+    summary="Diffusion and flow models: train, tune, sample, serve",
+    example="fornax diffusion train --data images/ --run-dir runs/mine",
+    commands=_table(
+        Command(
+            name="diffusion quickstart",
+            summary="Train, score and serve a small model of letters from this machine's fonts",
+            module="diffusion_quickstart",
+            trains=True,
+        ),
+        Command(
+            name="diffusion train",
+            summary="Train a denoiser on images with captions, or resume a run",
+            module="diffusion_train",
+            config=reads("fornax.diffusion.config:DiffusionConfig"),
+            trains=True,
+        ),
+        Command(
+            name="diffusion tune",
+            summary="Fine-tune a diffusion model, or train adapters for it",
+            module="diffusion_tune",
+            config=reads("fornax.diffusion.config:DiffusionTuneConfig"),
+            trains=True,
+        ),
+        Command(
+            name="diffusion sample",
+            summary="Generate images or videos from prompts, or from images and prompts",
+            module="diffusion_sample",
+        ),
+        Command(
+            name="diffusion calibrate",
+            summary="Calibrate step caches for a model, and measure their error",
+            module="diffusion_calibrate",
+        ),
+        Command(
+            name="diffusion serve",
+            summary="Serve a diffusion model behind OpenAI's images API",
+            module="diffusion_serve",
+            config=reads(
+                "fornax.diffusion.server.launch:ServeImagesConfig", needs=("serve", "serving")
+            ),
+        ),
+    ),
+)
+
 BENCH = Group(
     name="bench",
-    summary="Measure a running server",
+    summary="Measure a running server, or quantized models",
     example="fornax bench serve --port 8000 --request-rate 8",
     commands=_table(
         Command(
             name="bench serve",
-            summary="Load on an OpenAI-compatible server: latencies, throughput, goodput",
+            summary="Benchmark an OpenAI-compatible server: latencies, throughput, goodput",
             module="bench_serve",
             config=reads("fornax.bench:BenchConfig", needs=("serve", "bench serve")),
         ),
         Command(
             name="bench host",
-            summary="Load on a model server: latencies, rates, where its time goes",
+            summary="Benchmark a model server: latencies, rates, where its time goes",
             module="bench_host",
             config=reads("fornax.bench:HostBenchConfig", needs=("serve", "bench host")),
+        ),
+        Command(
+            name="bench quant",
+            summary="Float and quantized models: bits per byte, memory, tokens/s",
+            module="bench_quant",
         ),
     ),
 )
 
 HOST = Group(
     name="host",
-    summary="Exported models behind the V2 protocol: HTTP and gRPC",
+    summary="Serve exported models by the V2 protocol: HTTP and gRPC",
     example="fornax host models/ --http 8080 --grpc 8081",
     command=Command(
         name="host",
-        summary="Exported models behind the V2 protocol: HTTP and gRPC",
+        summary="Serve exported models by the V2 protocol: HTTP and gRPC",
         module="host",
         config=reads("fornax.serving.config:HostConfig"),
     ),
@@ -184,57 +236,117 @@ HOST = Group(
         *(
             Command(name=f"host {name}", summary=summary, module="host_control", of=name)
             for name, summary in (
-                ("status", "What a running server serves, and how it fares"),
+                ("status", "Show what a running server serves, and its state"),
                 ("load", "Load a model or a version into a running server"),
                 ("unload", "Unload a model or a version from it"),
                 ("rollback", "Go back to the version before"),
                 ("release", "End a rollback"),
-                ("shadow", "How a shadow version's answers differ"),
+                ("shadow", "Show how a shadow version's answers differ"),
                 ("profile", "Profile a running server"),
             )
-        )
+        ),
+        Command(
+            name="host convert-config",
+            summary="Convert a model's Triton config.pbtxt to serving.yaml",
+            module="host_convert_config",
+        ),
     ),
 )
 
 PLAN = Group(
     name="plan",
-    summary="Does a run compile and fit, how fast would it be, on which chips",
+    summary="Predict whether a run compiles and fits, how fast, on which chips",
     example="fornax plan serve --model DIR --topology v6e:2x2",
     command=Command(
         name="plan",
-        summary="Does a run compile and fit, how fast would it be, on which chips",
+        summary="Predict whether a run compiles and fits, how fast, on which chips",
         module="plan",
         config=reads("fornax.train:TrainConfig"),
     ),
     commands=_table(
         Command(
             name="plan serve",
-            summary="Can a model be served on chips, for how many sequences, how fast",
+            summary="Predict whether a model can be served, for how many sequences, how fast",
             module="plan_serve",
             config=reads("fornax.plan.serving.engine:ServingConfig"),
         ),
         Command(
             name="plan goodput",
-            summary="Tiers, snapshot intervals and spares of a long run with failures, simulated",
+            summary="Simulate a long run with failures: tiers, snapshot intervals, spares",
             module="plan_goodput",
+        ),
+    ),
+)
+
+PROFILE_TUNE = Group(
+    name="profile tune",
+    summary="Capture some steps of a post-training run",
+    example=f"fornax profile tune {METHODS['sft'].example}".rpartition(" --out")[0],
+    commands=_table(
+        *(
+            Command(
+                name=f"profile tune {name}",
+                summary=f"Capture steps of: {method.summary[:1].lower()}{method.summary[1:]}",
+                module="profile_train",
+                of=name,
+                config=method.config_class,
+                trains=True,
+            )
+            for name, method in METHODS.items()
+        )
+    ),
+)
+
+PROFILE = Group(
+    name="profile",
+    summary="Profile a run: where its time and memory go",
+    example="fornax profile show prof/",
+    commands=_table(
+        Command(
+            name="profile train",
+            summary="Capture some steps of a training run",
+            module="profile_train",
+            config=reads("fornax.train:TrainConfig"),
+            trains=True,
+        ),
+        PROFILE_TUNE,
+        Command(
+            name="profile serve",
+            summary="Capture a running server for some seconds",
+            module="profile_serve",
+        ),
+        Command(
+            name="profile show",
+            summary="Show a capture: steps by cause, operations, memory, threads",
+            module="profile_show",
+        ),
+        Command(
+            name="profile compare",
+            summary="Compare two captures: what got slower, by how much, from which line",
+            module="profile_compare",
+        ),
+        Command(
+            name="profile export",
+            summary="Export a capture to XProf (of a CPU too) or Perfetto",
+            module="profile_export",
         ),
     ),
 )
 
 KERNELS = Group(
     name="kernels",
-    summary="Operations with several implementations: what there is, how fast, tuned for a run",
+    summary="List, benchmark and tune kernel implementations",
     example="fornax kernels tune --config run.yaml",
     commands=_table(
         Command(
             name="kernels list",
-            summary="Every implementation, and where it is supported",
+            summary="List every implementation, and where it is supported",
             module="kernels",
             of="list",
         ),
         Command(
             name="kernels show",
-            summary="One operation, and what was measured of it on this machine",
+            summary="Show one operation, and what was measured of it on this machine",
             module="kernels",
             of="show",
         ),
@@ -247,7 +359,7 @@ KERNELS = Group(
         ),
         Command(
             name="kernels bench",
-            summary="Time the kernels of a run beside this machine's limit",
+            summary="Time the kernels of a run against this machine's limit",
             module="kernels_tune",
             of="bench",
             config=reads("fornax.train:TrainConfig"),
@@ -257,11 +369,11 @@ KERNELS = Group(
 
 LAUNCH = Group(
     name="launch",
-    summary="Train or serve as several processes that recover from faults",
+    summary="Train or serve with several processes that recover from faults",
     example="fornax launch --hosts 4 -- train --config run.yaml --run-dir runs/four",
     command=Command(
         name="launch",
-        summary="Train or serve as several processes that recover from faults",
+        summary="Train or serve with several processes that recover from faults",
         module="launch",
         wraps=True,
     ),
@@ -269,17 +381,17 @@ LAUNCH = Group(
         *(
             Command(name=f"launch {name}", summary=summary, module="launch_control", of=name)
             for name, summary in (
-                ("status", "What each rank of a run does now"),
-                ("events", "Faults and recoveries of a run"),
-                ("timeline", "A run, its faults and its goodput as a picture"),
+                ("status", "Show what each rank of a run is doing"),
+                ("events", "List the faults and recoveries of a run"),
+                ("timeline", "Draw a run, its faults and its goodput"),
                 ("drill", "Kill or stop a rank, to see the run recover"),
-                ("resize", "Go on with another number of hosts"),
+                ("resize", "Continue with another number of hosts"),
                 ("rolling-restart", "Restart a server's replicas in turn"),
             )
         ),
         Command(
             name="launch manifest",
-            summary="The run as a job of KubeRay, JobSet, SLURM or SkyPilot",
+            summary="Write the run as a job of KubeRay, JobSet, SLURM or SkyPilot",
             module="launch_manifest",
             wraps=True,
         ),
@@ -288,12 +400,12 @@ LAUNCH = Group(
 
 ROOT = Group(
     name="",
-    summary="The whole life of a model on JAX, in one stack.",
+    summary="The whole model lifecycle on JAX: data, training, tuning, quantization, serving.",
     example="fornax quickstart --size tiny",
     commands=_table(
         Command(
             name="quickstart",
-            summary="From text on this machine to a trained, portable model",
+            summary="Train, tune, export and serve a small model from text on this machine",
             module="quickstart",
             trains=True,
         ),
@@ -306,21 +418,28 @@ ROOT = Group(
         ),
         LAUNCH,
         TUNE,
+        DIFFUSION,
         DATA,
         Command(
             name="eval",
-            summary="How good is a model: text, verified answers, pass@k, comparisons, tasks",
+            summary="Evaluate a model: perplexity, verified answers, pass@k, comparisons, tasks",
             module="eval",
             config=reads("fornax.evaluate:EvaluateConfig"),
         ),
         Command(
             name="convert",
-            summary="Between Hugging Face directories and Fornax checkpoints",
+            summary="Convert between Hugging Face directories and Fornax checkpoints",
             module="convert",
         ),
         Command(
+            name="quantize",
+            summary="Quantize a model's linear layers, and measure the result",
+            module="quantize",
+            config=reads("fornax.quant:QuantizeConfig"),
+        ),
+        Command(
             name="export",
-            summary="Functions and weights sealed in a bundle that needs none of their code",
+            summary="Export functions and weights as a self-contained bundle",
             module="export",
         ),
         Command(
@@ -330,24 +449,56 @@ ROOT = Group(
         ),
         Command(
             name="serve",
-            summary="A model behind OpenAI's HTTP interface",
+            summary="Serve a model with an OpenAI-compatible HTTP API",
             module="serve",
             config=reads("fornax.llm.server.launch:ServeConfig", needs=("serve", "serving")),
         ),
         HOST,
         BENCH,
         PLAN,
+        PROFILE,
         KERNELS,
         Command(
+            name="ui",
+            summary="Local web page of runs: curves, samples, time, memory, live",
+            module="ui",
+        ),
+        Command(
             name="preflight",
-            summary="Is every parallel choice of a config right? On virtual devices",
+            summary="Check every parallel setting of a config on virtual devices",
             module="preflight",
             config=reads("fornax.train:TrainConfig"),
         ),
         Command(
+            name="init",
+            summary="Write a commented config file that runs",
+            module="init",
+        ),
+        Command(
+            name="schema",
+            summary="Print the JSON Schema of a command's config, for editors",
+            module="schema",
+        ),
+        Command(
+            name="completion",
+            summary="Print a completion script for bash, zsh or fish",
+            module="completion",
+        ),
+        Command(
             name="doctor",
-            summary="Versions, devices, memory and disk, and what to mend",
+            summary="Check versions, devices, memory and disk",
             module="doctor",
         ),
     ),
 )
+
+
+def commands(group: Group = ROOT) -> Iterator[Command]:
+    """Every command below a group, in the order of the help."""
+    if group.command:
+        yield group.command
+    for entry in group.commands.values():
+        if isinstance(entry, Group):
+            yield from commands(entry)
+        else:
+            yield entry

@@ -42,7 +42,7 @@ _ALIVE_SECONDS = 1.0
 
 
 def run(controller: Connection) -> None:
-    """The agent's process: does what the controller says until it says `end`, or is no more."""
+    """The agent's process: does what the controller says until it says `end`, or is gone."""
     setup = receive(controller)
     files = ClusterFiles(Path(setup["run_dir"]))
     agent = Agent(
@@ -83,7 +83,7 @@ def run(controller: Connection) -> None:
 
 
 def _is_news(seen: Observation, sent: Observation | None) -> bool:
-    """Whether more has changed than the step, which is told a few times a second."""
+    """Whether more has changed than the step, which is reported a few times a second."""
     return sent is None or _matters(seen) != _matters(sent)
 
 
@@ -200,7 +200,8 @@ class Agent:
         return [{"kind": "memory", "agent": os.getpid(), "files": files, "programs": programs}]
 
     def preempt(self) -> None:
-        """The host is to go, which the controller is told: it says when the worker is to stop."""
+        """The host is to go, which is reported to the controller: it says when the worker is to
+        stop."""
         self._preempted = True
 
     @property

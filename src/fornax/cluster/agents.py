@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 
 
 class AgentLostError(Exception):
-    """The agent of a rank is no more, or says nothing."""
+    """The agent of a rank is gone, or says nothing."""
 
     def __init__(self, rank: int, what: str, *, silent: float = 0.0, cut: bool = False) -> None:
         """Of one agent.
@@ -26,13 +26,13 @@ class AgentLostError(Exception):
         Args:
           rank: whose.
           what: how it was noticed.
-          silent: seconds since something was heard of it.
+          silent: seconds since something was received from it.
           cut: whether it may run, out of reach.
         """
         super().__init__(what)
         self.rank, self.what, self.cut = rank, what, cut
         self.since = time.time() - silent
-        """Wall time at which something was heard of it last."""
+        """Wall time at which something was received from it last."""
 
 
 class Agents(Mapping[int, AgentProcess]):
@@ -79,7 +79,7 @@ class Agents(Mapping[int, AgentProcess]):
 
     @property
     def silent(self) -> float:
-        """Seconds since the one that was heard least recently said something."""
+        """Seconds since the agent heard from least recently said something."""
         return time.monotonic() - min(self._heard[rank] for rank in self._agents)
 
     def hear(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Agents(Mapping[int, AgentProcess]):
             self._receive(ranks[connection])
 
     def check(self, silence: float) -> None:
-        """See to it that all were heard of lately.
+        """Check that all agents sent something lately.
 
         Raises:
           AgentLostError: for an agent that has been silent for more than `silence` seconds.
@@ -102,11 +102,11 @@ class Agents(Mapping[int, AgentProcess]):
         now = time.monotonic()
         for rank in self._agents:
             if now - self._heard[rank] > silence:
-                why = f"nothing was heard of it for {silence:g} s"
+                why = f"nothing was received from it for {silence:g} s"
                 raise AgentLostError(rank, why, silent=now - self._heard[rank], cut=True)
 
     def ask(self, rank: int, message: object, kind: str, seconds: float = 0.0) -> Mapping[str, Any]:
-        """An agent's answer of a kind; the others are heard meanwhile.
+        """An agent's answer of a kind; messages of the others are received meanwhile.
 
         Args:
           rank: of the agent.
@@ -137,7 +137,8 @@ class Agents(Mapping[int, AgentProcess]):
         return self._answers.pop(rank)
 
     def release(self, rank: int) -> AgentProcess:
-        """Take an agent out of its place; it is not ended, and not heard any more."""
+        """Take an agent out of its place; it is not ended, and its messages are not read any
+        more."""
         return self._agents.pop(rank)
 
     def forget(self, rank: int) -> None:

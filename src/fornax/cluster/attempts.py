@@ -50,7 +50,7 @@ class Attempts:
         return verdict.of_rank and len(self._with(verdict)) == _ELSEWHERE_FAULTS
 
     def fail(self, verdict: Verdict) -> str | None:
-        """Count a fault; what to tell the user, where there is no use in going on."""
+        """Count a fault; what to tell the user, where continuing is pointless."""
         if not verdict.leaves:  # nothing is lost then
             self._failures += 1
         self._alike = self._with(verdict)

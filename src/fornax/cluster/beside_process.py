@@ -51,7 +51,7 @@ class Role:
     """The variable in which the run's workers find where each is."""
     at_work: str | None = None
     """Phase of the record without which the run gets no further: the run ends when one fails again
-    and again before it. None: the run goes on without these processes."""
+    and again before it. None: the run continues without these processes."""
     computes: bool = False
     """Whether it takes the accelerators of a host."""
 
@@ -156,7 +156,7 @@ class BesideProcess:
         return self._files.beside_record(self._job.role.name, self._job.number)
 
     def _given_up(self, code: int, why: str) -> Event:
-        """That a process is no more, or that the run ends with it."""
+        """That a process is gone, or that the run ends with it."""
         role, number = self._job.role, self._job.number
         log = self._files.beside_log(role.name, number)
         hopeless = code == _USER_ERROR or self._starts >= _STARTS
@@ -166,7 +166,7 @@ class BesideProcess:
             said = last_line(lines)
         text = (
             f"{role.title} {number} {why} before it did anything; its last line: {said}. Look at "
-            f"{log}, mend it, and run the same command again"
+            f"{log}, fix it, and run the same command again"
         )
         return {"why": text, "state": "ended", "code": 1}
 

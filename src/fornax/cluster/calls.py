@@ -1,4 +1,4 @@
-"""Python functions beside the devices: one process a host, which runs what it is sent."""
+"""Python functions beside the devices: one process per host, which runs what it is sent."""
 
 import contextlib
 import pickle
@@ -38,7 +38,7 @@ class LocalCalls:
         self._workers: list[WorkerProcess | None] = [None] * hosts
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """The function of each item, in the items' order, one item a host at a time.
+        """The function of each item, in the items' order, one item per host at a time.
 
         Raises:
           ClusterError: when the function raises, with its traceback, ends its process, or cannot
@@ -63,7 +63,10 @@ class LocalCalls:
                     results[number] = self._result(host, number)
                     idle.append(host)
         finally:
-            for host, _ in busy.values():  # after an error: they are amid items of this call
+            for (
+                host,
+                _,
+            ) in busy.values():  # after an error: they are in the middle of items of this call
                 self._end(host)
         return [results[number] for number in range(len(results))]
 
@@ -102,7 +105,7 @@ class LocalCalls:
 
 
 def serve(parent: Connection) -> None:
-    """A host's process: runs functions until its parent is no more."""
+    """A host's process: runs functions until its parent is gone."""
     sys.path[:] = receive(parent)
     while True:
         parent.send_bytes(attempt(parent.recv_bytes()))

@@ -75,7 +75,7 @@ class Cluster:
           mtbf: mean time between failures of one host, `90min` or `24h`, until a run has had
             some; how often snapshots are made follows from it.
           local_checkpoints: directory of each host's own disk to which snapshots in memory are
-            copied, so that a run goes on from them when all processes are lost; None: nowhere.
+            copied, so that a run resumes from them when all processes are lost; None: nowhere.
 
         Raises:
           ConfigError: for a directory that cannot be written, or a time that is none; see
@@ -98,7 +98,7 @@ class Cluster:
         run_dir: str | Path | None = None,
         flags: Sequence[str] = (),
     ) -> "Run":
-        """Begin `fornax train` on all hosts, or go on with a run that was stopped.
+        """Begin `fornax train` on all hosts, or resume a run that was stopped.
 
         Args:
           config: YAML file.
@@ -123,7 +123,7 @@ class Cluster:
         samplers: int = 0,
         flags: Sequence[str] = (),
     ) -> "Run":
-        """Begin `fornax tune METHOD` on all hosts, or go on with a run that was stopped.
+        """Begin `fornax tune METHOD` on all hosts, or resume a run that was stopped.
 
         Args:
           method: such as `sft`, `dpo` or `grpo`.
@@ -251,7 +251,7 @@ class Cluster:
         return server
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Call a function with each item, one item a host at a time, beside the hosts' devices.
+        """Call a function with each item, one item per host at a time, beside the hosts' devices.
 
         Each host has a process for it, which keeps its imports and what the function leaves in
         memory until the cluster is closed. Function, items and
@@ -337,9 +337,9 @@ class Run:
         return read_status(self.run_dir)
 
     def resize(self, hosts: int) -> None:
-        """Go on with another number of hosts; returns when they train.
+        """Continue with another number of hosts; returns when they train.
 
-        All finish a step and keep it in their agents' memory, and a group of `hosts` goes on from
+        All finish a step and keep it in their agents' memory, and a group of `hosts` resumes from
         there: the same global batches, every record once, losses equal up to the order of the sums
         over hosts.
 
@@ -358,12 +358,12 @@ class Run:
         """Until the run ends; its exit code, 0 when it is done, 143 when it was stopped.
 
         Raises:
-          TimeoutError: when it goes on after so many seconds.
+          TimeoutError: when it is still running after this many seconds.
           ClusterError: when it failed again and again.
         """
         self._thread.join(seconds)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self.run_dir} goes on after {seconds:g} s")
+            raise TimeoutError(f"{self.run_dir} is still running after {seconds:g} s")
         if self._error is not None:
             raise self._error
         assert self._code is not None

@@ -1,9 +1,9 @@
-"""The controller of a launched run: forms the group, watches it, and forms it anew after a fault.
+"""The controller of a launched run: forms the group, watches it, and forms it again after a fault.
 
 One state machine. `forming`: a coordination service and a worker on every host, until all are in
 their training loop. `running`. `suspect`: something is wrong; evidence is gathered. `teardown`: the
 worker at fault is ended; the others leave the group in their processes, or are ended when they do
-not in time. Then the next epoch forms and goes on from the newest step that is whole: in the
+not in time. Then the next epoch forms and resumes from the newest step that is whole: in the
 agents' memory, else in a checkpoint. For a change of the number of hosts, or a host that is to go,
 those that come are made ready first; then all keep one step in the agents' memory and leave. Each
 change is a line of events.jsonl.
@@ -65,7 +65,8 @@ class Job:
     program: str = "fornax.cli.main:main"
     """`package.module:NAME`, called with `words` in every worker; it returns an exit code."""
     least: int | None = None
-    """The fewest hosts to begin and to go on with; more are taken in at a step. None: `hosts`."""
+    """The fewest hosts to begin and to continue with; more are taken in at a step. None:
+    `hosts`."""
     limits: Limits = field(default_factory=Limits)
     mtbf: float = 24 * 3600.0
     """Mean seconds between failures of one host, until there were more: snapshots in memory are as
@@ -81,7 +82,7 @@ class Job:
 
 
 class _Resized:
-    """All workers have kept the same step and left, to go on in another number."""
+    """All workers have kept the same step and left, to continue with another number."""
 
 
 class Controller:
@@ -183,7 +184,7 @@ class Controller:
           ClusterError: for a number below 1.
         """
         if hosts < 1:
-            raise ClusterError(f"a run cannot go on with {hosts} hosts; use 1 or more")
+            raise ClusterError(f"a run cannot continue with {hosts} hosts; use 1 or more")
         self._most = hosts
         self._counted_at = 0.0  # at once
 
@@ -292,7 +293,7 @@ class Controller:
             self._tell({"kind": "wanted", "hosts": hosts})
 
     def _next_hosts(self) -> int | None:
-        """Another number of hosts to go on with, now that a step boundary can be agreed."""
+        """Another number of hosts to continue with, now that a step boundary can be agreed."""
         now = time.monotonic()
         if self._state != "running" or now - self._counted_at < _COUNT_SECONDS:
             return None
@@ -460,7 +461,7 @@ class Controller:
         return verdict
 
     def _waits_for_one(self, verdict: Verdict) -> bool:
-        """Whether ranks lost another and one is not heard of: it is that one if it stays so."""
+        """Whether ranks lost another and one sends nothing: it is that one if it stays so."""
         return verdict.may_follow and self._agents.silent > _SILENT_SECONDS
 
     def _stacks(self, verdict: Verdict) -> dict[str, str]:
@@ -483,7 +484,7 @@ class Controller:
     def _teardown(self, verdict: Verdict) -> None:
         """End the worker at fault, have the others leave, and end this epoch's service.
 
-        The service comes last: it takes whoever is still connected with it.
+        The service comes last: it ends every process that is still connected.
         """
         told = self._said(verdict)
         last = told["last_line"]
@@ -530,7 +531,7 @@ class Controller:
             self._enter("ended", why, code=1)
             raise ClusterError(
                 f"{why}. Look at {self._files.log(verdict.rank)}, fix it, and run the same "
-                "command again: it goes on from the newest checkpoint"
+                "command again: it resumes from the newest checkpoint"
             )
 
     def _pump(self, seconds: float) -> None:
@@ -601,8 +602,8 @@ class Controller:
         self._agents.forget(rank)
 
     def _take_leave(self, ranks: Sequence[int], hosts: int) -> None:
-        """Agents leave a group that goes on with fewer: those that stay take their snapshots over,
-        unless a machine is needed for a rank that has none."""
+        """Agents leave a group that continues with fewer: those that stay take their snapshots
+        over, unless a machine is needed for a rank that has none."""
         if len(self._agents) - len(ranks) < hosts:
             self._dismiss(ranks)
             return

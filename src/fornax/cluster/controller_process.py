@@ -46,7 +46,7 @@ class ControllerProcesses:
 
         Args:
           order: what `fornax.cluster.launch.control` is sent; its job's hosts become those that
-            the run wants.
+            the run needs.
           files: of the run, which the caller holds.
           terminal: shows what happens.
         """
@@ -160,8 +160,8 @@ class ControllerProcesses:
         if why := self._attempts.fail(verdict):
             self._enter("ended", why, code=1)
             raise ClusterError(
-                f"{why}. Look at {self._files.controller}, mend it, and run the same command "
-                "again: it goes on from the newest checkpoint"
+                f"{why}. Look at {self._files.controller}, fix it, and run the same command "
+                "again: it resumes from the newest checkpoint"
             )
         return None
 
@@ -171,7 +171,7 @@ class ControllerProcesses:
         return min((s.entered_step for s in states if s is not None and s.pid), default=-1)
 
     def _wait_until_gone(self) -> None:
-        """The kernel ends agents with the controller, and workers with their agents; whoever it
+        """The kernel ends agents with the controller, and workers with their agents; those that it
         does not is ended here, as two must not write into one memory.
 
         Raises:

@@ -1,7 +1,7 @@
 """jax's coordination service in a process of its own, so that no worker's death ends it.
 
 The one private call of jax's: `jax.distributed.initialize` starts this service in process 0 only,
-and whoever loses it aborts. A service serves one group; each epoch of a run gets its own.
+and a process that loses it aborts. A service serves one group; each epoch of a run gets its own.
 """
 
 import contextlib

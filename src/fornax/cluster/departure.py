@@ -19,7 +19,8 @@ from fornax.config.errors import ClusterError
 __all__ = ["Arrivals", "Departure", "Departures"]
 
 _READY_SECONDS = 10.0
-"""How long the others go on for the new host: of the half minute that schedulers give by custom."""
+"""How long the others continue for the new host: of the half minute that schedulers give by
+custom."""
 _LEAVE_SECONDS = 60.0
 _LEAVE_STEPS = 20
 
@@ -60,7 +61,7 @@ class Departure:
             self._ready = True
 
     def advance(self) -> None:
-        """Hear the agent."""
+        """Read the agent's messages."""
         if self._starting.is_alive() or self._closed:
             return
         if self.agent is None and self._started:
@@ -164,7 +165,7 @@ class Departures:
         )
 
     def are_due(self) -> bool:
-        """Hear the new agents; whether the group is to leave those that go now."""
+        """Read the new agents' messages; whether the group is to leave those that go now."""
         for each in self._each.values():
             each.advance()
         return bool(self._each) and all(each.is_due() for each in self._each.values())

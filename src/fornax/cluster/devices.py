@@ -55,7 +55,7 @@ def device_variables(replicas: int, each: int, hosts: int = 1) -> list[list[dict
         if Path(path).exists() and replicas * hosts > 1:
             raise ClusterError(
                 f"this machine has TPUs ({path}), of which one process takes all; start one "
-                "process a machine, or set JAX_PLATFORMS=cpu to run them on its cores"
+                "process per machine, or set JAX_PLATFORMS=cpu to run them on its cores"
             )
     gpus = environment.visible_gpus()
     if not gpus:

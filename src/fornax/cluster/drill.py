@@ -155,7 +155,7 @@ def _slow_down(files: ClusterFiles, rank: int, pid: int) -> None:
         time.sleep(_RUNNING_SECONDS)
     raise ClusterError(
         f"rank {rank} was stopped for three quarters of {_SLOW_SECONDS:g} s and the run did not "
-        f"name it as slow; a run of one host has nobody to compare with: see {files.events}"
+        f"name it as slow; a run of one host has no other host to compare with: see {files.events}"
     )
 
 

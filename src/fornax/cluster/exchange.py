@@ -150,7 +150,7 @@ class Exchange:
         if frame is not None and frame.kind is Kind.JOIN:
             self._join(peer, frame)
         elif found is None or found.peers.get(peer.rank) is not peer:
-            return  # of a slice that was let go
+            return  # of a slice that was dropped
         elif frame is None:
             self._lose(found, "is gone")
         elif frame.kind is Kind.READY and found.phase in ("placed", "late"):
@@ -170,7 +170,7 @@ class Exchange:
         ranks, number = int(frame.facts["ranks"]), frame.slice
         known = self._slices.get(number)
         if known is not None and (known.phase != "joining" or frame.rank in known.peers):
-            self._lose(known, "starts anew")
+            self._lose(known, "starts from scratch")
         self._finished.discard(number)
         if number >= self._count or frame.facts["slices"] != self._count:
             peer.say(
@@ -292,7 +292,7 @@ class Exchange:
                 each.phase = "member"
                 step = frame.facts["step"]
                 self._announce(
-                    f"slice {each.number} goes on at step {step}, from the state of slice "
+                    f"slice {each.number} resumes at step {step}, from the state of slice "
                     f"{donor.number}",
                     slice=each.number,
                     step=step,
@@ -301,11 +301,11 @@ class Exchange:
             self._donor = None
 
     def _lose(self, each: "_Slice", why: str) -> None:
-        """Go on without a slice."""
+        """Continue without a slice."""
         del self._slices[each.number]
         each.close()
         left = ", ".join(str(other.number) for other in self._in("member")) or "no slice"
-        self._announce(f"slice {each.number} {why}; {left} goes on", slice=each.number, lost=why)
+        self._announce(f"slice {each.number} {why}; {left} continues", slice=each.number, lost=why)
         if each.number == self._donor:
             self._donor = None
             for other in self._in("fed"):
@@ -316,7 +316,9 @@ class Exchange:
             self._round.forget(each.number)
         if not self._in("member"):
             self._round = None
-            for other in self._in("late", "waiting", "fed"):  # nobody to catch up with: begin anew
+            for other in self._in(
+                "late", "waiting", "fed"
+            ):  # nobody to catch up with: start from scratch
                 del self._slices[other.number]
                 other.close()
         if not self._slices:

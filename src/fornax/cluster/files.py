@@ -158,7 +158,7 @@ class ClusterFiles:
         return self.directory / f"{role}-{number}.record"
 
     def beside_addresses(self, role: RoleName) -> Path:
-        """host:port of each sampler or data worker, one a line."""
+        """host:port of each sampler or data worker, one per line."""
         return self.directory / f"{role}.addresses"
 
     def beside_records(self, role: RoleName) -> dict[int, Path]:

@@ -103,7 +103,7 @@ class KeptMemory:
         self._since = step
 
     def prune(self) -> None:
-        """Give up what is of no use any more; to be called now and then."""
+        """Give up what is no longer useful; to be called now and then."""
         if not self._stale:
             return
         current = [held for agent, held in self._agents.items() if agent not in self._stale]

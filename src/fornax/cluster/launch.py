@@ -104,9 +104,9 @@ def launch(
     sampler_program: str = "",
     data_workers: int = 0,
 ) -> int:
-    """Run a command as `job.hosts` processes, one a host; after a fault they go on.
+    """Run a command as `job.hosts` processes, one per host; after a fault they continue.
 
-    The controller is a process of its own: when it is lost another goes on, on this machine from
+    The controller is a process of its own: when it is lost another takes over, on this machine from
     the snapshots that this process holds in memory besides the agents. Every rank prints into
     `cluster/rank-R.log` of the run directory, and rank 0 to standard error too. Nothing that was
     started is left when this returns, or when its process is killed.
@@ -128,7 +128,7 @@ def launch(
 
     Returns:
       0 when the run is done; 130 or 143 after Ctrl-C or SIGTERM, when it is saved and not done; 2
-      when a worker ended with an error that the user can mend.
+      when a worker ended with an error that the user can fix.
 
     Raises:
       ClusterError: for accelerators that the hosts cannot divide, or a run that fails, or whose
@@ -155,7 +155,7 @@ def launch(
 
 
 def control(launch: Connection) -> None:
-    """The process of a controller: one run, until it ends or is to go on in another process."""
+    """The process of a controller: one run, until it ends or is to continue in another process."""
     order = receive(launch)
     fields = order["job"]
     fields |= {"words": tuple(fields["words"]), "limits": Limits(**fields["limits"])}
@@ -212,7 +212,7 @@ def opened_run(
 
     Args:
       files: of the run, which the caller holds.
-      announce: shows a line an event.
+      announce: shows a line per event.
       tick: called many times a second with the newest step that all ranks have entered.
       tell: see `Controller`.
       kept: see `Controller`.

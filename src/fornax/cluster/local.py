@@ -32,7 +32,7 @@ class AgentProcess(Protocol):
 
     @property
     def connection(self) -> Connection:
-        """Readable when there is a message, or the agent is no more."""
+        """Readable when there is a message, or the agent is gone."""
         ...
 
     def send(self, message: object) -> None:
@@ -112,7 +112,7 @@ class Engine(Protocol):
         ...
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """The function of each item, in the items' order, one item a host at a time.
+        """The function of each item, in the items' order, one item per host at a time.
 
         Raises:
           ClusterError: when the function raises, with its traceback, ends its process, or cannot

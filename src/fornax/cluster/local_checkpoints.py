@@ -143,7 +143,7 @@ class LocalCheckpoints:
         """Report that copies fail, once, and once that they do not any more."""
         if (why_not is not None) != self._refused and not self._closed:
             self._refused = why_not is not None
-            text = "go on" if why_not is None else f"have no room or fail: {why_not}"
+            text = "continue" if why_not is None else f"have no room or fail: {why_not}"
             said = f"local checkpoints in {self.directory} {text}"
             self._report({"kind": "local_checkpoints", "text": said, "written": not self._refused})
 

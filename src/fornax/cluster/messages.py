@@ -40,8 +40,8 @@ class Assignment:
     """host:port of the agents that hold snapshots of a rank whose host has none: where to fetch
     them before the worker starts, the first to be asked first."""
     leaving: dict[str, str]
-    """By rank, host:port of agents that leave a group that goes on with fewer: their snapshots are
-    fetched before the worker starts too, and held as replicas are."""
+    """By rank, host:port of agents that leave a group that continues with fewer: their snapshots
+    are fetched before the worker starts too, and held as replicas are."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ class PeerMemory:
 
     def connect(self, peers: Mapping[int, str], hosts: int) -> None:
         """Know the addresses of the agents, by rank; with another number of hosts, what was held
-        for them is of use only until the group has snapshots of its own."""
+        for them is useful only until the group has snapshots of its own."""
         newest = self._newest()
         with self._lock:
             if hosts != self._hosts:
@@ -106,7 +106,7 @@ class PeerMemory:
             return [file.descriptor for pair in self._replicas.values() for file in pair]
 
     def held(self) -> dict[int, list[int]]:
-        """Descriptors of all that is in this host's memory, by the rank whose it is; of use to the
+        """Descriptors of all that is in this host's memory, by the rank whose it is; useful to the
         thread that calls `look` and `close`, which close some."""
         with self._lock:
             pairs = {self._rank: self._own, **self._replicas}
@@ -130,7 +130,7 @@ class PeerMemory:
 
     @property
     def fetching(self) -> bool:
-        """Whether that still goes on."""
+        """Whether that is still in progress."""
         return self._fetching is not None and self._fetching.is_alive()
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ def _take(connection: socket.socket, files: Sequence[SnapshotFile], offer: Frame
             memory=lambda size: room if size == len(room) else bytearray(size),
         )
         if piece.kind is not Kind.PIECE or piece.round + len(piece.body) > offered.size:
-            raise LinkError("the other agent sent what is no piece of the snapshot")
+            raise LinkError("the other agent sent what is not a piece of the snapshot")
         os.pwrite(file.descriptor, piece.body, piece.round)
         missing -= len(piece.body)
     if file.header(offered) is None:

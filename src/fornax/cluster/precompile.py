@@ -35,7 +35,7 @@ def run(agent: Connection) -> None:
 
 
 def precompile(memory: Path, hosts: int) -> list[str]:
-    """Compile step and evaluation of a run for so many hosts of CPU devices; returns their names.
+    """Compile step and evaluation of a run for this many hosts of CPU devices; returns their names.
 
     jax must not have its devices yet. None are made while the run has not said how its step is.
     """

@@ -36,7 +36,7 @@ class Room:
 
 
 class GiveBack(Protocol):
-    """Takes a room back."""
+    """Releases the resources of a process."""
 
     def __call__(self, room: Room, *, shun: bool) -> None:
         """`shun`: nothing could be started there."""
@@ -144,7 +144,7 @@ class RayBeside:
             self._give_back(room, shun=shun)
 
     def _follow(self) -> None:
-        """Pass on what the actor says; begin anew where it is lost, as long as it takes."""
+        """Pass on what the actor says; start again where it is lost, as long as it takes."""
         title = f"{self._job.role.title} {self._job.number}"
         while not self._closed:
             try:
@@ -152,7 +152,7 @@ class RayBeside:
                 for event in self._ray.get(watched, timeout=self._job.stall + _START_SECONDS / 10):
                     self._events.put(event)
                 continue
-            except Exception as error:  # whatever Ray raises: the actor is no more, or is held
+            except Exception as error:  # whatever Ray raises: the actor is gone, or is held
                 if self._closed:
                     return
                 lost = _first_line(error)

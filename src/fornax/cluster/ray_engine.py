@@ -1,4 +1,4 @@
-"""Ray as the launcher: it places an agent a host, watches it and carries remote Python.
+"""Ray as the launcher: it places an agent per host, watches it and carries remote Python.
 
 Recovery stays the controller's. On each host an actor holds the agent's process and passes its
 messages on; it dies with its host, and the agent with it. A Ray that is started here ends with
@@ -56,7 +56,7 @@ _SHUNNED_SECONDS = 20.0
 _STORE_BYTES = 80 * 2**20
 _MARK = "FORNAX_RAY_FOLDER"
 
-# Waits until its parent closes the pipe or is no more, then ends what Ray leaves behind.
+# Waits until its parent closes the pipe or is gone, then ends what Ray leaves behind.
 _REAPER = """
 import os, pathlib, shutil, signal, sys
 mark = f"{sys.argv[1]}={sys.argv[2]}".encode()
@@ -128,7 +128,7 @@ class RayEngine:
             del self._callers[host]
         try:
             return self._share(hosts, messages)
-        except BaseException:  # some are amid items of this call
+        except BaseException:  # some are in the middle of items of this call
             for actor in self._callers.values():
                 self.ray.kill(actor, no_restart=True)
             self._callers.clear()
@@ -201,7 +201,7 @@ class RayEngine:
         return self._callers[host]
 
     def _share(self, hosts: Iterable[tuple[str, int]], messages: Sequence[bytes]) -> list[Any]:
-        """One message a host at a time."""
+        """One message per host at a time."""
         waiting, idle = deque(enumerate(messages)), deque(hosts)
         busy: dict[Any, tuple[tuple[str, int], int]] = {}
         results: dict[int, Any] = {}
@@ -414,7 +414,7 @@ class RayAgent:
 
     def _follow(self) -> None:
         receive = self._actor.receive.options(concurrency_group="receive")
-        with contextlib.suppress(Exception):  # whatever Ray raises: the agent is no more
+        with contextlib.suppress(Exception):  # whatever Ray raises: the agent is gone
             while (messages := self._ray.get(receive.remote())) is not None:
                 for message in messages:
                     self._ours.send(message)
@@ -442,7 +442,7 @@ class _Host:
         self._agent.send(message)
 
     def receive(self) -> list[object] | None:
-        """What the agent says within a second; None when it is no more."""
+        """What the agent says within a second; None when it is gone."""
         messages: list[object] = []
         try:
             messages.append(self._agent.receive(_LONG_POLL_SECONDS))

@@ -93,9 +93,8 @@ def address_for(addresses: Iterable[str], own: str, *, private_network: bool) ->
     if not private_network:
         raise ClusterError(
             f"the Ray cluster has nodes on other machines ({', '.join(others[:3])}), and between "
-            "machines jax's traffic is not encrypted, nor Ray's without RAY_USE_TLS=1; where "
-            "nobody else reaches that network, say so with --private-network, else use Ray on one "
-            "machine"
+            "machines jax's traffic is not encrypted, nor Ray's without RAY_USE_TLS=1; if "
+            "that network is private, pass --private-network, else use Ray on one machine"
         )
     return own
 
@@ -103,7 +102,7 @@ def address_for(addresses: Iterable[str], own: str, *, private_network: bool) ->
 def end_actor(ray: Any, actor: Any, pid: int, node: str, address: str) -> None:
     """End an actor, and what its process holds.
 
-    `ray.kill` asks an actor; one that is stopped (SIGSTOP) does not hear it, so that the kernel of
+    `ray.kill` asks an actor; one that is stopped (SIGSTOP) does not react, so that the kernel of
     its machine ends it.
     """
     ray.kill(actor, no_restart=True)
@@ -141,7 +140,7 @@ def import_ray(*, own: bool) -> Any:
 
 @functools.cache
 def _token() -> str:
-    """One a process: Ray reads it once."""
+    """One per process: Ray reads it once."""
     return secrets.token_hex(32)
 
 
@@ -167,7 +166,7 @@ def own_node() -> str:
 
 
 def room(ray: Any, share: Mapping[str, float], count: int) -> tuple[Any, Callable[[int], Any]]:
-    """Room for so many actors near each other, all or none; and the strategy of each.
+    """Room for this many actors near each other, all or none; and the strategy of each.
 
     Args:
       share: the resources that each of them takes.

@@ -38,7 +38,7 @@ class Relayed:
 
 
 def run(controller: Connection) -> None:
-    """The relay's process: until the controller or the agent is no more."""
+    """The relay's process: until the controller or the agent is gone."""
     agent = Connection(receive(controller)["agent"])
     towards = {controller: agent, agent: controller}
     while True:

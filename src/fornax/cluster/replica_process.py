@@ -60,7 +60,7 @@ class ReplicaProcess:
 
         Args:
           program: `package.module:NAME`, called with `words` there; it returns an exit code.
-          credentials: what whoever asks it must show.
+          credentials: what a caller must show.
           log: file to which what it prints is appended.
           stacks: where it writes its stacks when it is asked.
           variables: changes to the environment.

@@ -1,6 +1,6 @@
 """Several slices of a DiLoCo run on this machine: each a launch of its own, and where they meet.
 
-A slice is a process with its own controller: what happens in one, its recovery included, is no
+A slice is a process with its own controller: what happens in one, its recovery included, is not
 business of the others. Its run directory is `slice-K` below the run's.
 """
 

@@ -25,7 +25,7 @@ _KEPT = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Slow:
-    """A worker without which the steps would be shorter; all in seconds a step."""
+    """A worker without which the steps would be shorter; all in seconds per step."""
 
     rank: int
     own: float
@@ -138,7 +138,7 @@ class Paces:
 
 
 def _spent(first: _Pace, last: _Pace) -> list[float]:
-    """Seconds a step in data, code and programs."""
+    """Seconds per step in data, code and programs."""
     steps = last.step - first.step
     return [(b - a) / steps for a, b in zip(first.spent, last.spent, strict=True)]
 

@@ -126,7 +126,7 @@ class SnapshotPlaces:
         self._settled = set(range(hosts))
 
     def forget(self, rank: int) -> None:
-        """The agent of a rank is no more."""
+        """The agent of a rank is gone."""
         self._addresses.pop(rank, None)
         self._holds.pop(rank, None)
         self._settled.discard(rank)

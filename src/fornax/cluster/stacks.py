@@ -21,7 +21,8 @@ _READ_SECONDS = 5.0
 
 
 def ask(pid: int, path: Path) -> str:
-    """What a process that handles SIGUSR1 with faulthandler adds to its file; empty for nothing."""
+    """What a process that handles SIGUSR1 with faulthandler adds to its file; empty when there is
+    none."""
     before = path.stat().st_size
     os.kill(pid, signal.SIGUSR1)
     until = time.monotonic() + _WRITE_SECONDS

@@ -100,7 +100,7 @@ class Status:
     samplers: tuple[SamplerStatus, ...] = ()
     """Of reinforcement learning, where there are any."""
     restored: str = ""
-    """From which tier the latest group that was not at the run's beginning went on, and from which
+    """From which tier the latest group that was not at the run's beginning resumed, and from which
     step; in words."""
 
     def lines(self) -> Iterator[str]:
@@ -171,7 +171,7 @@ def read_status(run_dir: str | Path) -> Status:
             epoch=latest["epoch"],
             state="gone",
             since=latest["time"],
-            why="the launch was killed, and its processes with it; the same command goes on",
+            why="the launch was killed, and its processes with it; the same command resumes it",
             ranks=(),
             goodput=goodput,
             restored=from_where,
@@ -246,6 +246,11 @@ def _where_time_went(goodput: Goodput) -> Iterator[str]:
     wall = goodput.wall_seconds or 1.0
     down = f", and {goodput.down_seconds:.0f} s with no process" if goodput.down_seconds > 1 else ""
     yield f"goodput: {goodput.goodput:.1%} of {goodput.wall_seconds:.0f} s{down}"
+    if goodput.cost is not None and goodput.price is not None:
+        yield (
+            f"cost: {goodput.cost:,.4g} {goodput.price.currency} at "
+            f"{goodput.price.chip_hour:g} {goodput.price.currency} a chip-hour"
+        )
     for category, spent in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
         if spent / wall >= 5e-4:
             yield f"  {category:<14}{spent:9.1f} s  {spent / wall:6.1%}"
@@ -293,7 +298,7 @@ def resize(run_dir: str | Path, hosts: int) -> int:
     latest = [event for event in events if "state" in event][-1]
     if latest["state"] == "ended" or not files.is_held():
         raise ClusterError(
-            f"{files.run_dir} has ended; launch it again with --hosts {hosts}: it goes on from "
+            f"{files.run_dir} has ended; launch it again with --hosts {hosts}: it resumes from "
             "where it was"
         )
     if "replicas" in latest or (files.run_dir / "slice-0").is_dir():

@@ -91,7 +91,8 @@ class DrillOutcome:
     faulty: int | None
     """The rank that the run named."""
     named: float
-    """When it did: when the rank was torn down, or, of one that is slow or to go, was told."""
+    """When it did: when the rank was torn down, or, of one that is slow or leaving, was
+    notified."""
     stepped: float
     """When all ranks had made a step again."""
     steps: int

@@ -1,4 +1,4 @@
-"""What a launched run shows: rank 0's output, one progress bar, and a line an event."""
+"""What a launched run shows: rank 0's output, one progress bar, and a line per event."""
 
 import json
 import re

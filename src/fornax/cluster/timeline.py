@@ -1,4 +1,4 @@
-"""A picture of a run on its time line: a lane a rank, faults, losses, and where the time went.
+"""A picture of a run on its time line: a lane per rank, faults, losses, and where the time went.
 
 The SVG stands alone and follows the reader's light or dark scheme; the page holds it and a table of
 the faults.
@@ -17,7 +17,8 @@ from fornax.cluster.files import ClusterFiles
 from fornax.config.errors import ConfigError
 from fornax.config.goodput import Account, Category, Fault, Goodput, Span, attribute, summarise
 from fornax.config.jsonl import read_json_lines
-from fornax.train.report import Section, duration, render, table
+from fornax.pages import Section, render, table
+from fornax.train.report import duration
 
 __all__ = ["draw_timeline", "write_timeline"]
 
@@ -34,6 +35,7 @@ _NAMES: dict[Category, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "#c98a1b"),
     "evaluate": ("evaluation", "#26a0ad"),
     "exchange": ("exchange of slices", "#b06fc7"),
+    "profile": ("capture of a profile", "#d96c9f"),
     "spikes": ("loss spikes", "#a63d0a"),
     "lost": ("steps done again", "#f0a48d"),
     "detection": ("detection", "#dc3a26"),
@@ -300,7 +302,7 @@ def _faults(frame: _Frame, faults: Sequence[Fault], ranks: Sequence[int]) -> Ite
 
 
 def _all_faults(run_dir: Path, account: Account) -> list[Fault]:
-    """Those after which a group formed anew, and slow ranks that were named and stayed."""
+    """Those after which a group formed again, and slow ranks that were named and stayed."""
     events = read_json_lines(ClusterFiles(run_dir).events)
     slow = [e for e in events if e.get("slow") is not None and not e.get("evict")]
     return sorted([*account.faults, *(_slow(e, events) for e in slow)], key=lambda f: f.began)

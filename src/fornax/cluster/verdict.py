@@ -44,10 +44,10 @@ class Limits:
     slow: float = 900.0
     """In a phase that may take long: joining, compiling, restoring, evaluating, saving."""
     leave: float = 5.0
-    """To leave the group after another worker's fault; whoever does not is replaced."""
+    """To leave the group after another worker's fault; a worker that does not is replaced."""
     lease: float = 12.0
-    """Without an answer of the controller an agent ends its worker after so long; the controller
-    replaces an agent of which it hears nothing for a quarter longer."""
+    """Without an answer of the controller an agent ends its worker after this long; the controller
+    replaces an agent that sends nothing for a quarter longer."""
 
     @property
     def silence(self) -> float:
@@ -71,7 +71,7 @@ class Verdict:
     step: int
     since: float
     """Wall time of the worker's last change of phase or step, seconds since 1970; of a notice, when
-    it came; of a slow worker, when it was named; of an agent, when it was heard last."""
+    it came; of a slow worker, when it was named; of an agent, when it last sent something."""
     code: int | None
     what: str
     """In words, without the rank."""
@@ -95,7 +95,8 @@ class Verdict:
 
     @property
     def meanwhile(self) -> dict[str, object]:
-        """For a line of the events while the run goes on, where `step` is the first of a group."""
+        """For a line of the events while the run is in progress, where `step` is the first of a
+        group."""
         facts = self.facts
         return {"at_step": facts.pop("step"), **facts}
 
@@ -129,7 +130,7 @@ class Verdict:
 
     @property
     def may_follow(self) -> bool:
-        """Whether it may be for the loss of a rank of which nothing is heard yet."""
+        """Whether it may be for the loss of a rank that has sent nothing yet."""
         return self.kind == "group" or self.code in _CONSEQUENCES
 
     @property
@@ -174,21 +175,23 @@ def departed(each: Observation, what: str, *, slow: bool, since: float) -> Verdi
 
 def without_room(each: Observation) -> Verdict:
     """Of a worker whose last checkpoint had no room on its disk; it trains on."""
-    what = f"found no room on the disk for a checkpoint after step {each.unsaved}; training goes on"
+    what = (
+        f"found no room on the disk for a checkpoint after step {each.unsaved}; training continues"
+    )
     return _verdict("disk", each, what)
 
 
 def lost_agent(
     rank: int, seen: Observation | None, what: str, *, cut: bool, since: float
 ) -> Verdict:
-    """Of a worker whose agent is no more, or is out of reach.
+    """Of a worker whose agent is gone, or is out of reach.
 
     Args:
       rank: of both.
-      seen: the last that was heard of the worker.
+      seen: the last that was received from the worker.
       what: how it was noticed.
       cut: whether the agent may run, out of reach.
-      since: wall time at which the agent was heard last.
+      since: wall time at which the agent last sent something.
     """
     kind, what = "partition" if cut else "agent", f"lost its agent: {what}"
     if seen is not None:

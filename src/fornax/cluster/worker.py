@@ -24,7 +24,7 @@ from fornax.config.worker_process import receive, send
 __all__ = ["run"]
 
 _STAYS = (GroupLostError.exit_code, 128 + signal.SIGTERM)
-"""Exit codes after which the run goes on: another rank was lost, or all saved and stopped."""
+"""Exit codes after which the run continues: another rank was lost, or all saved and stopped."""
 _LOOK_SECONDS = 0.05
 
 

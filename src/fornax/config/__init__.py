@@ -5,6 +5,7 @@ full path, what is allowed, the nearest match, and the line or flag it came from
 """
 
 from fornax.config.describe import Field, describe
+from fornax.config.editor_schema import json_schema
 from fornax.config.errors import (
     BundleError,
     CheckpointError,
@@ -46,6 +47,7 @@ __all__ = [
     "from_arguments",
     "from_mapping",
     "from_yaml",
+    "json_schema",
     "load",
     "load_module",
     "load_name",

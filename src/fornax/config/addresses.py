@@ -1,4 +1,4 @@
-"""Where the processes beside a run listen, which may change while it goes on."""
+"""Where the processes beside a run listen, which may change while it runs."""
 
 import socket
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class FileAddresses(Sequence[str]):
 
 
 def read_addresses(text: str) -> Sequence[str]:
-    """host:port with commas between, or @ and the file that has one a line."""
+    """host:port with commas between, or @ and the file that has one per line."""
     if text.startswith("@"):
         return FileAddresses(Path(text[1:]))
     return [each for each in text.split(",") if each]

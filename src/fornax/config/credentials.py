@@ -120,7 +120,7 @@ class Credentials:
 
 
 def tell_refusal(peer: socket.socket, error: TlsError) -> None:
-    """Say in a listening process's log whom it did not hear."""
+    """Say in a listening process's log whose connection it refused."""
     with contextlib.suppress(OSError):
         print(f"refused {peer.getpeername()}: {error}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -227,7 +227,7 @@ class _Secured(ssl.SSLSocket):
                 raise
             except ssl.SSLError as error:
                 raise TlsError(
-                    "the other end has not this run's certificate, or speaks no TLS "
+                    "the other end does not have this run's certificate, or does not speak TLS "
                     f"({error.reason or error}); both must belong to the same fornax launch"
                 ) from error
             self._wait(event, until)

@@ -1,6 +1,6 @@
 """The one file that reads (and, before jax starts, writes) the process environment.
 
-Every variable Fornax honours has one function here; `documented()` lists them for the
+Every variable that Fornax reads has one function here; `documented()` lists them for the
 reference page.
 """
 
@@ -16,6 +16,7 @@ __all__ = [
     "become",
     "cache_dir",
     "compilation_cache_enabled",
+    "compiled_dir",
     "compiler_flags",
     "coordinator",
     "cpu_threads",
@@ -67,7 +68,7 @@ _DOCUMENTED = {
     "host to which its agent copies snapshots.",
     "FORNAX_PROGRAM_MEMORY": "Set by fornax launch: a file of memory for compiled programs.",
     "FORNAX_DATA_WORKERS": "Set by fornax launch --data-workers: host:port of each, with commas "
-    "between, or @ and a file with one a line.",
+    "between, or @ and a file with one per line.",
     "FORNAX_MTBF": "Set by fornax launch: mean seconds between failures of the run.",
     "FORNAX_WORKER_RECORD": "Set by fornax launch: the file in which a process says what it does; "
     "the coordination service is then the launcher's.",
@@ -79,19 +80,19 @@ _DOCUMENTED = {
     "FORNAX_EXCHANGE": "Set by fornax launch --slices: host:port where slices exchange.",
     "FORNAX_EXCHANGE_TOKEN": "Set by fornax launch --slices: the token of that exchange.",
     "FORNAX_SAMPLERS": "Set by fornax launch --samplers: host:port of each sampler, with commas "
-    "between, or @ and a file with one a line.",
+    "between, or @ and a file with one per line.",
     "JAX_COORDINATOR_ADDRESS": "With JAX_NUM_PROCESSES and JAX_PROCESS_ID, the same as the three "
     "above where those are not set. Next come MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK; what "
     "SLURM, Cloud TPU and Kubernetes set; fornax doctor shows what was found.",
     "JAX_COORDINATOR_PORT": "The port of process 0, where a launcher names only its host.",
-    "FORNAX_HOST_TOKEN": "Tokens, with commas between, of which fornax host wants one from its "
-    "clients; fornax host status, its kin and fornax bench host send the first.",
+    "FORNAX_HOST_TOKEN": "Tokens, with commas between, of which fornax host needs one from its "
+    "clients; fornax host status, load and others, and fornax bench host send the first.",
     "VLLM_PLUGINS": "Plugins of vLLM, with commas between: with fornax among them vLLM runs over "
     "Fornax, without it vLLM stays as it is.",
     "GLIBC_TUNABLES": "fornax train, tune and quickstart add glibc.malloc.hugetlb=1 where they run "
-    "on CPUs alone and Linux gives huge pages to those that ask; glibc.malloc.hugetlb=0 keeps them "
+    "on CPUs alone and Linux gives huge pages on request; glibc.malloc.hugetlb=0 keeps them "
     "off.",
-    "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that wants one.",
+    "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that needs one.",
     "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
 }
 
@@ -115,6 +116,15 @@ def cache_dir() -> Path:
         return Path(tempfile.gettempdir()) / "fornax-cache"
 
 
+def compiled_dir() -> Path:
+    """The folder of jax's compilation cache, unless the user chose one.
+
+    jax's keys leave the names of operations out, and a profile shows those that a program was
+    compiled with: the folder's name changes when they do.
+    """
+    return cache_dir() / "xla-2"
+
+
 def compilation_cache_enabled() -> bool:
     """Whether compiled programs are kept between processes."""
     return os.environ.get("FORNAX_COMPILATION_CACHE", "1") != "0"
@@ -132,7 +142,7 @@ def host_tokens() -> tuple[str, ...]:
 
 
 def vllm_plugins() -> tuple[str, ...]:
-    """The plugins that vLLM was told to load; none when it was told nothing."""
+    """The plugins that vLLM was told to load; none when it was given no list."""
     return tuple(os.environ.get("VLLM_PLUGINS", "").split(","))
 
 
@@ -157,7 +167,7 @@ def coordinator() -> dict[str, str]:
 
 
 def worker_record() -> Path | None:
-    """The file in which `fornax launch` wants this process to say what it does."""
+    """The file in which `fornax launch` reads what it does."""
     path = os.environ.get("FORNAX_WORKER_RECORD")
     return Path(path) if path else None
 
@@ -362,7 +372,7 @@ def prepare_virtual_devices() -> None:
 
 
 def limit_cpu_threads(count: int) -> None:
-    """Have XLA's CPU client divide a program over so many threads; call before jax starts it."""
+    """Have XLA's CPU client divide a program over this many threads; call before jax starts it."""
     os.environ["NPROC"] = str(count)
 
 
@@ -402,8 +412,8 @@ def huge_pages() -> dict[str, str]:
     """What a process that trains on CPUs needs in its environment so that glibc asks Linux for huge
     pages; nothing where they would not come, come anyway, or the user chose.
 
-    XLA takes a step's temporaries anew each step. Zeroed and mapped by 4 KiB they cost a seventh of
-    the processor time of a step of 36M parameters (docs/guides/kernels.md).
+    XLA takes a step's temporaries again each step. Zeroed and mapped by 4 KiB they cost a seventh
+    of the processor time of a step of 36M parameters (docs/guides/kernels.md).
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "")
     elsewhere = any((Path("/dev") / name).exists() for name in _ACCELERATORS) and not only_cpu()

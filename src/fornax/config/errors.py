@@ -1,4 +1,4 @@
-"""The one exception tree of Fornax: catch `FornaxError` for all, a subclass for one room.
+"""The one exception tree of Fornax: catch `FornaxError` for all, a subclass for one package.
 
 Every message is one paragraph: what was wrong, what is allowed, how to fix it.
 
@@ -13,6 +13,7 @@ Every message is one paragraph: what was wrong, what is allowed, how to fix it.
   - ClusterError     several processes: joining, stopping
     - GroupLostError   another process of the run is gone, and with it the step
   - PlanError        compiling ahead of time for hardware that is not here
+  - ProfileError     a capture: one too many, empty, truncated, or without what was asked of it
   - BundleError      an exported bundle: what goes in, what is altered, what this machine cannot run
   - ServingError     a request, or a model of the model server; it carries a code of the protocol
 """
@@ -31,6 +32,7 @@ __all__ = [
     "GroupLostError",
     "KernelError",
     "PlanError",
+    "ProfileError",
     "ServingCode",
     "ServingError",
     "ShardingError",
@@ -38,7 +40,7 @@ __all__ = [
 
 
 class FornaxError(Exception):
-    """Something the user can mend; the command line prints it as one paragraph and exits 2."""
+    """Something the user can fix; the command line prints it as one paragraph and exits 2."""
 
 
 class ConfigError(FornaxError):
@@ -66,7 +68,7 @@ class KernelError(FornaxError):
 
 
 class EngineError(FornaxError):
-    """An inference engine that cannot honour a request."""
+    """An inference engine that does not support a request."""
 
 
 class ClusterError(FornaxError):
@@ -76,8 +78,8 @@ class ClusterError(FornaxError):
 class GroupLostError(ClusterError):
     """Another process of the run is gone; the command line exits with `exit_code` (EX_TEMPFAIL).
 
-    Not this process's fault, and the same command goes on from what is saved: `fornax launch`
-    forms the group anew, another scheduler may start all processes again.
+    Not this process's fault, and the same command resumes from what is saved: `fornax launch`
+    forms a new group, another scheduler may start all processes again.
     """
 
     exit_code = 75
@@ -85,6 +87,10 @@ class GroupLostError(ClusterError):
 
 class PlanError(FornaxError):
     """A program that cannot be compiled ahead of time for the hardware asked for."""
+
+
+class ProfileError(FornaxError):
+    """A capture that cannot be made or read, or that does not hold what was asked of it."""
 
 
 class BundleError(FornaxError):

@@ -38,7 +38,7 @@ LONGEST_BODY = 1 << 40
 
 
 class LinkError(ConnectionError):
-    """The connection ended, or carried what is no frame."""
+    """The connection ended, or carried what is not a frame."""
 
 
 class Kind(IntEnum):
@@ -160,8 +160,8 @@ def receive(
     Args:
       source: a connection.
       longest: bytes of a body, at most.
-      memory: gives memory for a body of so many bytes, which may have been used before: memory
-        that the system has to hand out anew takes longer than the transfer. None: it is taken as
+      memory: gives memory for a body of this many bytes, which may have been used before: memory
+        that the system has to hand out again takes longer than the transfer. None: it is taken as
         the bytes come.
 
     Raises:
@@ -171,7 +171,7 @@ def receive(
     head = _exactly(source, _HEAD.size + _SUM.size, bytearray())
     magic, kind, slice_, rank, round_, size, length = _HEAD.unpack_from(head)
     if magic != _MAGIC or size > _LONGEST_JSON or length > longest:
-        raise LinkError("what came is no frame, or is longer than allowed")
+        raise LinkError("what came is not a frame, or is longer than allowed")
     facts = _exactly(source, size, bytearray())
     body = _exactly(source, length, bytearray() if memory is None else memory(length))
     (expected,) = _SUM.unpack_from(head, _HEAD.size)

@@ -7,9 +7,10 @@ flush, with the seconds since the line before by category and their order,
      "spans": [["step", 3.9], ["evaluate", 0.2]]}
 
 and each attempt (each time that processes formed a group, or one process began) opens with the step
-that it started from. What an earlier attempt computed beyond that step was computed again, and is
-lost. A line of a rewind names the step that the run went back to; what the same attempt computed
-beyond it was lost to a loss spike:
+that it started from, its chips, and the price of one for an hour where the user gave it. What an
+earlier attempt computed beyond that step was computed again, and is lost. A line of a rewind names
+the step that the run went back to; what the same attempt computed beyond it was lost to a loss
+spike:
 
     {"attempt": 1, "rewind_to": 20, "step": 31, "batches": [30], "time": 1763683211.0}
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fornax.config.jsonl import read_json_lines
+from fornax.config.price import Price
 
 __all__ = [
     "CATEGORIES",
@@ -46,6 +48,7 @@ Category = Literal[
     "restore",
     "evaluate",
     "exchange",
+    "profile",
     "spikes",
     "detection",
     "recovery",
@@ -55,14 +58,15 @@ Category = Literal[
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 """`snapshot` and `checkpoint` are the time training stood still for a copy in memory and for one on
-disk; `exchange` that for the other slices of a DiLoCo run; `spikes` that of going back from loss
-spikes, and of the steps done again for them.
+disk; `exchange` that for the other slices of a DiLoCo run; `profile` that for a capture to begin
+and to be written; `spikes` that of going back from loss spikes, and of the steps done again for
+them.
 
 The last five are found afterwards: `detection` is from a fault to its verdict, `recovery` from
-there until a group has formed anew, `waiting` that for hosts to join, `lost` what was computed
+there until a group has formed again, `waiting` that for hosts to join, `lost` what was computed
 again, `other` the end of a launch."""
 
-_REDONE = ("wait_for_data", "step", "snapshot", "checkpoint", "evaluate", "exchange")
+_REDONE = ("wait_for_data", "step", "snapshot", "checkpoint", "evaluate", "exchange", "profile")
 _HANGS = ("stopped", "frozen", "stuck", "waiting")
 _SAVED = ("preempted", "slow")
 """Kinds of verdicts that come after all ranks have saved."""
@@ -115,6 +119,11 @@ class Account:
     """How often processes began to work on the run."""
     steps: int
     """Steps that were made and kept."""
+    chip_seconds: float | None = None
+    """Seconds of the spans with a cause, each times the chips of its attempt; None of a run whose
+    record does not say them."""
+    price: Price | None = None
+    """The price that the newest attempt with one was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +138,17 @@ class Goodput:
     """Time between the first start and the last end in which nothing worked on it."""
     attempts: int
     """How often processes began to work on the run."""
+    chip_seconds: float | None = None
+    """See `Account`."""
+    price: Price | None = None
+    """See `Account`."""
+
+    @property
+    def cost(self) -> float | None:
+        """What the chips of `wall_seconds` cost, in the price's currency; None without a price."""
+        if self.price is None or self.chip_seconds is None:
+            return None
+        return self.price.chip_hour * self.chip_seconds / 3600
 
     @property
     def goodput(self) -> float:
@@ -156,6 +176,8 @@ def summarise(path: Path) -> Goodput:
         wall_seconds=sum(seconds.values()),
         down_seconds=down,
         attempts=account.attempts,
+        chip_seconds=account.chip_seconds,
+        price=account.price,
     )
 
 
@@ -174,12 +196,40 @@ def attribute(run_dir: Path, name: str = "goodput.jsonl") -> Account:
     starts = [r["start_step"] for r in records if "start_step" in r]
     newest = max((r["attempt"] for r in records), default=0)
     done = [r["step"] for r in records if "seconds" in r and r["attempt"] == newest]
+    prices = [r for r in records if "chip_hour" in r]
+    found = _without_gaps(_relabelled(spans, marks), marks)
     return Account(
-        spans=_without_gaps(_relabelled(spans, marks), marks),
+        spans=found,
         faults=faults,
         attempts=len(starts),
         steps=max([*starts[-1:], *done], default=0) - min(starts, default=0),
+        chip_seconds=_chip_seconds(found, records),
+        price=(
+            Price(chip_hour=prices[-1]["chip_hour"], currency=prices[-1]["currency"])
+            if prices
+            else None
+        ),
     )
+
+
+def _chip_seconds(spans: Iterable[Span], records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Seconds in which processes worked, times chips. An attempt has its chips from the end of the
+    one before: what it needs to begin is its own."""
+    chips = {r["attempt"]: r["chips"] for r in records if "chips" in r}
+    if not chips:
+        return None
+    ends = {r["attempt"]: r["time"] for r in records if r["attempt"] in chips and "time" in r}
+    until = sorted((end, chips[attempt]) for attempt, end in ends.items())
+    until[-1] = (float("inf"), until[-1][1])
+    total = 0.0
+    for span in spans:
+        begin = span.begin
+        for end, count in until[bisect.bisect_right(until, (begin, float("inf"))) :]:
+            if span.cause is None or begin >= span.end:
+                break
+            total += count * (min(end, span.end) - begin)
+            begin = min(end, span.end)
+    return total
 
 
 def ledger_spans(records: Sequence[Mapping[str, Any]]) -> list[Span]:
@@ -341,7 +391,7 @@ def _cut(spans: Iterable[Span], out: Sequence[Span]) -> list[Span]:
 def _relabelled(
     spans: Iterable[Span], marks: Sequence[tuple[float, Category | None]]
 ) -> list[Span]:
-    """What a process needs to begin is `recovery` where a group forms anew."""
+    """What a process needs to begin is `recovery` where a group forms again."""
     times = [time for time, _ in marks]
     found = []
     for span in spans:

@@ -1,4 +1,5 @@
-"""What the HTTP servers stand on: a listening socket, and connections of stock uvicorn with bounds.
+"""What the HTTP servers are built on: a listening socket, and connections of stock uvicorn with
+bounds.
 
 Uvicorn bounds neither the head of a request, nor the time that it takes, nor how slowly a client
 takes a response. `_Connection` does: it stands between the transport and uvicorn's protocol, and
@@ -83,6 +84,8 @@ class _Connection(asyncio.Protocol):
         """Whether a head, or nothing, is under way; else a request is, of which the app knows or
         is about to."""
         self._body_read = False
+        self._refused = False
+        """Whether a head was; what still comes is thrown away."""
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._unsent = 0
@@ -106,6 +109,8 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Look how large a head becomes, and let uvicorn parse."""
+        if self._refused:
+            return
         if self._in_head:
             self._head = self._head + data if self._head else data.lstrip(b"\r\n")
             end = self._head.find(_END_OF_HEAD)
@@ -114,6 +119,7 @@ class _Connection(asyncio.Protocol):
                 return
             if end >= 0:
                 self._in_head, self._head = False, b""
+                self._stop_waiting()  # a loop that is late is not the client's doing
             elif self._timer is None:
                 self._wait(self._limits.header_timeout)
         elif self._body_read:
@@ -137,7 +143,7 @@ class _Connection(asyncio.Protocol):
         self._body_read = True
 
     def end(self) -> None:
-        """The app has responded: the connection is idle, or goes on with what came meanwhile."""
+        """The app has responded: the connection is idle, or continues with what came meanwhile."""
         self._in_head = True
         if self._ahead:
             self._transport.resume_reading()
@@ -149,7 +155,14 @@ class _Connection(asyncio.Protocol):
             b"content-length: %d\r\nconnection: close\r\n\r\n%b"
             % (len(self._long_head), self._long_head)
         )
-        self._transport.close()
+        if not self._transport.can_write_eof():  # TLS
+            self._transport.close()
+            return
+        # A socket closed with data unread resets the connection, and the client may lose the
+        # response: it is closed when the client has closed, or when a head's time is over.
+        self._refused = True
+        self._transport.write_eof()
+        self._wait(self._limits.header_timeout)
 
     def _wait(self, seconds: float) -> None:
         self._stop_waiting()
@@ -342,7 +355,7 @@ class HttpServer:
         return name, 0
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
-        """Take no more connections, let requests in progress finish for so long, and end."""
+        """Take no more connections, let requests in progress finish for this long, and end."""
         if self._loop is not None:
             loop, self._loop = self._loop, None
             self._config.timeout_graceful_shutdown = max(1, round(drain_seconds))
@@ -378,10 +391,11 @@ def listen(host: str, port: int, send_timeout: float) -> socket.socket:
 
     Linux closes a connection whose client acknowledges nothing for `send_timeout` seconds.
     """
-    family, kind, _, _, where = socket.getaddrinfo(
+    # asyncio sends small packets at once only of sockets whose protocol says that they are TCP's.
+    family, kind, protocol, _, where = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    listener = socket.socket(family, kind)
+    listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections have it from the listener

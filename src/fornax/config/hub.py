@@ -21,12 +21,23 @@ _MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt")
 # Other formats of the same weights.
 _COPIES = ("original/*", "consolidated*", "onnx/*", "openvino/*")
 # A relative path that names a file is none of a repository.
-_FILES = (".jsonl", ".json", ".parquet", ".txt", ".gz", ".yaml", ".safetensors", ".py", ".model")
+_FILES = (
+    ".jsonl",
+    ".json",
+    ".parquet",
+    ".txt",
+    ".gz",
+    ".yaml",
+    ".safetensors",
+    ".gguf",
+    ".py",
+    ".model",
+)
 _TRAIN = re.compile(r"(^|[/_.-])train([/_.-]|$)")
 
 
 def find_model(name: str | Path, files: Sequence[str] = _MODEL_FILES) -> Path:
-    """Where a model lies: a local path as it is, or a repository's folder, fetched if need be.
+    """Where a model is: a local path as it is, or a repository's folder, fetched if need be.
 
     Args:
       name: a path or the name of a repository.
@@ -48,7 +59,7 @@ def find_model(name: str | Path, files: Sequence[str] = _MODEL_FILES) -> Path:
 
 
 def find_dataset(name: str | Path, files: Sequence[str]) -> list[str] | None:
-    """The files of a dataset on the Hub, sorted; None for what is no name of one.
+    """The files of a dataset on the Hub, sorted; None for what is not a name of one.
 
     Args:
       name: a path or the name of a repository.
@@ -81,7 +92,7 @@ def pinned(name: str | Path, folder: Path) -> str:
 
 
 def _repository(name: str | Path) -> tuple[str, str | None] | None:
-    """Repository and revision, where `name` is no local path and looks like one."""
+    """Repository and revision, where `name` is not a local path and looks like one."""
     text = str(name)
     match = _NAME.fullmatch(text)
     if match is None or text.endswith(_FILES) or Path(text).exists():
@@ -97,7 +108,7 @@ def _fetch(
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"{repository} is no path here; to take it from the Hugging Face Hub, pip install "
+            f"{repository} is not a path here; to take it from the Hugging Face Hub, pip install "
             "'fornax-ai[hub]'"
         ) from error
     where = constants.ENDPOINT
@@ -126,6 +137,6 @@ def _fetch(
     except (OSError, errors.HFValidationError, errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{repository} is no path here, and cannot be fetched from {where}: {reason}"
+            f"{repository} is not a path here, and cannot be fetched from {where}: {reason}"
         ) from error
     return Path(folder)

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line: appended line by line, whole lines only survive a kill."""
+"""Files of one JSON object per line: appended line by line, whole lines only survive a kill."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class JsonLines:
             os.close(self._descriptor)
 
     def _write(self, *, most: int) -> None:
-        """Write what waits; on a full disk so many bytes may stay."""
+        """Write what waits; on a full disk this many bytes may stay."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]

@@ -22,7 +22,7 @@ class Progression(Protocol):
     """Shows how far a run is."""
 
     def start(self, step: int, total: int, unit: str) -> None:
-        """The run goes on from `step` to `total`; throughput is in `unit` a second."""
+        """The run resumes from `step` to `total`; throughput is in `unit` a second."""
         ...
 
     def update(self, record: Mapping[str, object], seconds_left: float | None) -> None:

@@ -1,6 +1,6 @@
 """What a config dataclass says: its keys, their types, defaults and documentation.
 
-A config is a frozen, keyword-only dataclass. The annotations that may stand on a field are bool,
+A config is a frozen, keyword-only dataclass. The annotations that a field may have are bool,
 int, float, str, Path, None-unions, Literal, tuple[X, ...], dict[str, X], dataclasses and unions of
 dataclasses told apart by their `type` field. The line of documentation is the string literal that
 follows the field. One variant of a union may be open: its `type` is a str, FILE.py:NAME, and its
@@ -85,7 +85,7 @@ def variants(annotation: object) -> tuple[type, ...]:
 
 
 def rest_of(cls: type) -> str | None:
-    """The field of an open variant that takes the keys that are no fields; None of any other."""
+    """The field of an open variant that takes the keys that are not fields; None of any other."""
     return next((f.name for f in dataclasses.fields(cls) if f.metadata.get("rest")), None)
 
 

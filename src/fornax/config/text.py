@@ -183,7 +183,7 @@ def _mapping(
         here = (*path, key)
         if key in mapping:
             raise ConfigError(
-                f"{source}: the key {printable('.'.join(here))} stands twice, on lines "
+                f"{source}: the key {printable('.'.join(here))} is given twice, on lines "
                 f"{lines[here]} and {line}; keep one"
             )
         lines[here] = line

@@ -91,7 +91,7 @@ def _missing(found: object, place: str, attribute: str) -> ConfigError:
 
 @contextlib.contextmanager
 def user_errors(name: str, *, always: bool = False) -> Iterator[None]:
-    """What the user's own code raises is theirs to mend, and is told with its place.
+    """What the user's own code raises is theirs to fix, and is reported with its place.
 
     Raises:
       ConfigError: for an exception that passed through code outside Fornax and its libraries, or

@@ -93,7 +93,7 @@ class WorkerProcess:
         """Send a message as JSON and return the answer.
 
         Raises:
-          TimeoutError: there is none after so many seconds.
+          TimeoutError: there is none after this many seconds.
           EOFError: the process ended, or answered more than `longest` bytes.
         """
         self.send(message)
@@ -108,8 +108,8 @@ class WorkerProcess:
         """The next message from JSON.
 
         Raises:
-          TimeoutError: there is none after so many seconds.
-          EOFError: the process ended, or sent what is no message of at most `longest` bytes.
+          TimeoutError: there is none after this many seconds.
+          EOFError: the process ended, or sent what is not a message of at most `longest` bytes.
         """
         try:
             if not self.connection.poll(seconds):
@@ -207,7 +207,7 @@ def send(connection: Connection, message: object) -> None:
 
 
 def has_room(connection: Connection) -> bool:
-    """Whether a short message can be sent without waiting for whoever reads."""
+    """Whether a short message can be sent without waiting for the reader."""
     return bool(select.select([], [connection], [], 0)[1])
 
 

@@ -1,8 +1,8 @@
 """What a worker of a launched run is doing, in a small memory-mapped file that others read.
 
 The worker writes 96 bytes at each change of phase or step, and a thread of it stamps the time four
-times a second. Whoever watches the worker reads the file, without the worker's help: it says where
-a process stands that is stopped, that hangs, or that is no more.
+times a second. The process that watches the worker reads the file, without the worker's help: it
+says where a process stands that is stopped, that hangs, or that is gone.
 
 Layout, little-endian, 208 bytes:
 
@@ -133,7 +133,7 @@ class WorkerRecord:
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         except (OSError, ValueError) as error:
             raise ClusterError(
-                f"{path} is no record of a worker ({error}); FORNAX_WORKER_RECORD is for "
+                f"{path} is not a record of a worker ({error}); FORNAX_WORKER_RECORD is for "
                 "fornax launch to set: unset it"
             ) from error
         self._count = 0
@@ -194,7 +194,7 @@ class WorkerRecord:
         return _FLAG.unpack_from(self._map, _ASKED_AT)[0] == _KEEP
 
     def is_asked_to_leave(self) -> bool:
-        """Whether another worker is gone, so that it is of no use to wait for it."""
+        """Whether another worker is gone, so that waiting for it is pointless."""
         return _FLAG.unpack_from(self._map, _ASKED_AT)[0] == _LEAVE
 
     def set_kept(self, step: int) -> None:
@@ -238,7 +238,7 @@ def _put(where: mmap.mmap | bytearray, count: int, change: bytes) -> None:
 
 
 def renew() -> None:
-    """Let go of this process's record: the next `current` is of the file that is there then."""
+    """Close this process's record: the next `current` is of the file that is there then."""
     record = current()
     if record is not None:
         record.close()
@@ -305,7 +305,7 @@ class RecordReader:
             self._map = mmap.mmap(file.fileno(), _SIZE, prot=mmap.PROT_READ)
 
     def state(self) -> WorkerState | None:
-        """What it says; None for a file that is no record."""
+        """What it says; None for a file that is not a record."""
         for _ in range(_ATTEMPTS):  # a worker killed in the middle leaves unequal counts
             after = self._map[_AFTER:_BEAT_AT]
             change = self._map[_FIRST:_AFTER]

@@ -24,7 +24,7 @@ from fornax.data.sources import (
     Tfds,
 )
 from fornax.data.texts import dataset_tokenizer, read_texts
-from fornax.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from fornax.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, train_bpe
 from fornax.data.transforms import FilterLength, FilterRegex, Python, Tokenize, Transform
 from fornax.data.visualize import Profile, visualize
 
@@ -70,6 +70,7 @@ __all__ = [
     "Transform",
     "build",
     "dataset_tokenizer",
+    "has_tokenizer",
     "inspect",
     "load_tokenizer",
     "open_batches",

@@ -23,15 +23,22 @@ from fornax.data.pipeline import Pipeline, open_pipeline
 from fornax.data.prefetch import Prefetched
 from fornax.data.remote import DataWorkers, RemoteReader
 from fornax.data.rows import Batch, Hosts, fill
-from fornax.data.stream import StageTimes
+from fornax.data.sources.dataset import DatasetSource
+from fornax.data.stream import PartReader, StageTimes
 
 ShardState = dict[str, Any]
 """A virtual shard's position and what it is a position in; plain JSON."""
 
-# Batches are filled together up to so many tokens: enough that the cost per call is small.
+# Batches are filled together up to this many tokens: enough that the cost per call is small.
 _TOGETHER = 1 << 17
 
 _POSITION = ("record", "offset", "row")
+
+
+def _tokens(part: PartReader) -> int | None:
+    """Tokens of one pass over a part; None where they are not known before it was read."""
+    source = part.stored_tokens
+    return source.tokens if isinstance(source, DatasetSource) and part.selected is None else None
 
 
 class Batches(Iterator[Batch]):
@@ -68,6 +75,35 @@ class Batches(Iterator[Batch]):
         self._certain = 0
         self._look = 1
         self._ended = False
+
+    def describe(self) -> dict[str, Any]:
+        """What is read, JSON-able: `documents` (records, before transforms drop any), `tokens`
+        (None where records are not stored tokens), `parts` of a mixture with their share of the
+        draws, `packing`, `seq_len`, `batch_size`, `virtual_shards`, and `rows` of one pass (None
+        where they are not known before it was made)."""
+        pipeline = self._pipeline
+        counts = [_tokens(part) for part in pipeline.parts]
+        tokens = None if None in counts else sum(count or 0 for count in counts)
+        draws = pipeline.order.draws
+        parts = [
+            {
+                "name": part.name,
+                "documents": len(part),
+                "tokens": count,
+                "share": drawn / sum(draws),
+            }
+            for part, count, drawn in zip(pipeline.parts, counts, draws, strict=True)
+        ]
+        return {
+            "documents": sum(len(part) for part in pipeline.parts),
+            "tokens": tokens,
+            "parts": parts,
+            "packing": pipeline.config.packing.type,
+            "seq_len": pipeline.seq_len,
+            "batch_size": pipeline.batch_size,
+            "virtual_shards": pipeline.config.virtual_shards,
+            "rows": None if tokens is None else tokens // pipeline.seq_len,
+        }
 
     @property
     def shards(self) -> range:
@@ -164,9 +200,9 @@ class Batches(Iterator[Batch]):
         Args:
             state: the states of the virtual shards that this process reads, from `state()` of all
                 that did.
-            allow_changes: continue although the configuration or the data differ: each shard goes
-                on at its record, from that record's start. The number of virtual shards cannot
-                change.
+            allow_changes: continue although the configuration or the data differ: each shard
+                continues at its record, from that record's start. The number of virtual shards
+                cannot change.
 
         Raises:
             DataError: a shard is missing, or the pipeline differs and changes are not allowed.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import grain
 
+from fornax.data.annotate import stage
 from fornax.data.packing import Packer, Position, Row
 from fornax.data.pipeline import Pipeline
 from fornax.data.rows import Batch, fill
@@ -33,7 +34,7 @@ class Element:
 class BlockDataset(grain.IterDataset):
     """Lists of `together` batches of some virtual shards, endless: exhausted shards give padding.
 
-    Several batches are filled in one go and handed over in one go, for both cost per call.
+    Several batches are filled at once and handed over at once, for both cost per call.
 
     The iterator's state is the shards' cursors, so Grain's prefetching saves and restores it
     exactly.
@@ -81,10 +82,12 @@ class BlockIterator(grain.DatasetIterator):
 
     def __next__(self) -> list[Element]:
         began = time.perf_counter()
-        planned = [self._plan() for _ in range(self._together)]
-        rows = [row for batch, _ in planned for row in batch]
+        with stage("pack"):
+            planned = [self._plan() for _ in range(self._together)]
+            rows = [row for batch, _ in planned for row in batch]
         middle = time.perf_counter()
-        arrays = fill(rows, self._pipeline.seq_len)
+        with stage("fill"):
+            arrays = fill(rows, self._pipeline.seq_len)
         if self._times is not None:
             segments = sum(len(row) for row in rows)
             self._times.add("", "pack", middle - began, segments, len(rows))

@@ -39,7 +39,7 @@ class TrainBpe:
     min_frequency: int = 2
     """Pairs seen less often are not merged."""
     max_bytes: int | None = None
-    """Train on the first so many bytes of text; none: on all."""
+    """Train on the first this many bytes of text; none: on all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class BuildConfig:
     max_record_tokens: int | None = None
     """Longer documents are stored as several records; none: one record each."""
     shard_bytes: int = 256 * 2**20
-    """A shard is closed when it holds so many bytes of records."""
+    """A shard is closed when it holds this many bytes of records."""
     compression: bool = False
     """Compress records with zstd: smaller files, slower reads."""
     cache_dir: Path | None = None
@@ -149,7 +149,7 @@ def _existing(output: Path, described: dict[str, object], *, overwrite: bool) ->
     if not (output / FILE).is_file():
         if output.is_dir() and not any(output.iterdir()):
             return None
-        raise DataError(f"{output} exists and is no dataset: choose another output folder")
+        raise DataError(f"{output} exists and is not a dataset: choose another output folder")
     if overwrite:
         return None
     manifest = read_manifest(output)
@@ -379,7 +379,7 @@ class _SplitWriter:
         return Split(shards=tuple(self._shards))
 
     def close(self) -> None:
-        """Let go of the file when the build failed."""
+        """Close the file when the build failed."""
         if self._writer is not None and self._writer.is_open():
             self._writer.close()
         self._writer = None

@@ -1,7 +1,7 @@
 """Whole files of remote sources on the local disk: bounded, the least recently used leave first.
 
     ROOT/KEY/NAME     a file; the folder's time is that of its last use
-    ROOT/.leases/ID   what a live process uses, a key and its bytes a line, locked by the process
+    ROOT/.leases/ID   what a live process uses, a key and its bytes per line, locked by the process
 
 A file that a live process uses stays. Locks are the kernel's (`flock`) and end with their process,
 so nothing is left to clear after a kill.
@@ -32,7 +32,7 @@ class _Lease:
     keys: set[str] = field(default_factory=set)
 
 
-# One lease a process (a fork is another) and cache, for as long as the process lives.
+# One lease per process (a fork is another) and cache, for as long as the process lives.
 _leases: dict[tuple[int, Path], _Lease] = {}
 _threads = threading.Lock()
 

@@ -36,7 +36,7 @@ class RecordRange:
     stop: int
     """First record to keep again."""
     part: str = "main"
-    """Name of the mixture part; `main` when the source is no mixture."""
+    """Name of the mixture part; `main` when the source is not a mixture."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:

@@ -58,7 +58,7 @@ class Packer(Iterator[Row], Protocol):
     """An iterator of rows with an exact position."""
 
     def position(self) -> Position:
-        """Where the packer stands after the rows it gave."""
+        """The packer's position after the rows it gave."""
         ...
 
 

@@ -44,7 +44,7 @@ _RETRY_SECONDS = 0.5
 _TICK_SECONDS = 0.1
 _PATIENCE_SECONDS = 10.0
 _TIMES_SLOWER = 4
-"""Than the slowest answer so far: after so long a worker is taken for one that is held."""
+"""Than the slowest answer so far: after this long a worker is taken for one that is held."""
 _ALONE_SECONDS = 3.0
 
 
@@ -111,7 +111,7 @@ def unpack_tokens(arrays: Sequence[Sequence[Any] | None], body: bytes | bytearra
 
 @dataclass
 class _Job:
-    """A span that is asked for; whoever has its tokens first settles it."""
+    """A span that is asked for; the first to have its tokens settles it."""
 
     stream: ShardStream
     start: int
@@ -170,7 +170,7 @@ class RemoteReader:
         return lambda: self._wait(job)
 
     def close(self) -> None:
-        """End the connections; whoever waits for tokens reads them by itself."""
+        """End the connections; a reader that waits for tokens reads them by itself."""
         self._closed = True
         for each in list(self._connected):
             with contextlib.suppress(OSError):

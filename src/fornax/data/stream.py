@@ -11,6 +11,7 @@ import numpy as np
 
 from fornax.config import worker_record
 from fornax.config.errors import DataError, FornaxError
+from fornax.data.annotate import stage
 from fornax.data.order import Order, Places
 from fornax.data.packing import Document
 from fornax.data.records import Record, Source
@@ -143,7 +144,9 @@ class ShardStream:
             if not asked:
                 return
             start, answer = asked.popleft()
-            yield start, answer()
+            with stage("workers"):
+                tokens = answer()
+            yield start, tokens
 
     def _spans(self, position: int) -> Iterator[tuple[int, int]]:
         """Start and length of the reads from `position` on, growing."""
@@ -179,7 +182,8 @@ class ShardStream:
         stored = part.stored_tokens
         if stored is not None and not self.check:
             began = time.perf_counter()
-            tokens = stored.read_tokens(indices)
+            with stage("read"):
+                tokens = stored.read_tokens(indices)
             self._note(part.name, "read", began, len(slots), len(slots))
             return tokens
         seeds = [
@@ -198,17 +202,19 @@ class ShardStream:
 
         began = time.perf_counter()
         wanted = [i for i, index in enumerate(indices) if not part.is_skipped(index)]
-        found = self._fetch(part, [indices[i] for i in wanted])
+        with stage("read"):
+            found = self._fetch(part, [indices[i] for i in wanted])
         records: list[Record | None] = [None] * len(slots)
         for i, record in zip(wanted, found, strict=True):
             records[i] = record
         self._note(part.name, "read", began, len(slots), len(wanted))
-        for stage in range(len(part.chain)):
+        for index, name in enumerate(part.chain.names):
             began = time.perf_counter()
             before = sum(record is not None for record in records)
-            records = part.chain.stage(stage, records, seeds, where, note if told else None)
+            with stage(name):
+                records = part.chain.stage(index, records, seeds, where, note if told else None)
             after = sum(record is not None for record in records)
-            self._note(part.name, part.chain.names[stage], began, before, after)
+            self._note(part.name, name, began, before, after)
         if told is not None:
             told.set_transformed("", -1)
         return [self._tokens(record, where, i) for i, record in enumerate(records)]

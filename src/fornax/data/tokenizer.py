@@ -1,7 +1,7 @@
 """Byte-level BPE tokenizers: train one, load one, and encode documents in batches."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as _Backend
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.files import write_whole
+from fornax.gguf import is_gguf, tokenizer_file
 
 EOS = "<|endoftext|>"
 BOS = "<|begin|>"
@@ -151,21 +152,36 @@ def _with_roles(backend: _Backend, names: dict[str, str | None]) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load `tokenizer.json` (or a directory with it); roles come from the files beside it.
+    """Load `tokenizer.json` (or a directory with it); roles come from the files beside it. A GGUF
+    file has both in it.
 
-    Raises `DataError` for a file that is missing or no tokenizer.
+    Raises `DataError` for a file that is missing or no tokenizer, `CheckpointError` for a GGUF
+    file that is damaged or has a tokenizer of a kind that is not read.
     """
+    if is_gguf(path):
+        spec = tokenizer_file(path, "tokenizer.json") or ""
+        backend = _parse(Path(path), lambda: _Backend.from_str(spec))
+        return _with_roles(backend, _role_names(Path(path), backend))
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     backend = load_backend(file)
     return _with_roles(backend, _role_names(file.parent, backend))
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model's directory, or the GGUF file of one, has a tokenizer."""
+    return is_gguf(path) or (path / "tokenizer.json").is_file()
 
 
 def load_backend(file: Path) -> _Backend:
     """The library's tokenizer in a tokenizer.json; `DataError` when missing or damaged."""
     if not file.is_file():
         raise DataError(f"{file} does not exist: name a tokenizer.json or the folder that holds it")
+    return _parse(file, lambda: _Backend.from_file(str(file)))
+
+
+def _parse(file: Path, read: Callable[[], _Backend]) -> _Backend:
     try:
-        return _Backend.from_file(str(file))
+        return read()
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{file} is not a tokenizer ({error}): name a tokenizer.json") from error
 
@@ -184,10 +200,11 @@ def _role_names(directory: Path, backend: _Backend) -> dict[str, str | None]:
 
 
 def _read_roles(file: Path) -> dict[str, str | None]:
-    if not file.is_file():
+    text = tokenizer_file(file.parent, file.name) if is_gguf(file.parent) else None
+    if text is None and not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8") if text is None else text)
     except ValueError as error:
         raise DataError(f"{file} is not valid JSON ({error})") from error
     roles: dict[str, str | None] = {}

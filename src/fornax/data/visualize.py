@@ -49,7 +49,7 @@ class Profile:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second, padding left out."""
+        """Tokens per second, padding left out."""
         return self.tokens / self.seconds
 
 

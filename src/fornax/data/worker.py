@@ -1,6 +1,6 @@
 """A data worker: a process that reads and transforms the records that readers ask for.
 
-It knows nothing of the run: each connection says what to open, after it has shown the run's
+It has no information about the run: each connection says what to open, after it has shown the run's
 credentials.
 """
 
@@ -30,7 +30,7 @@ _OPENED = 8
 
 
 def run(parent: Connection) -> None:
-    """The process: serves until its parent is no more.
+    """The process: serves until its parent is gone.
 
     It is given `credentials`, and `listener`, the number of a listening socket's descriptor that it
     inherited: connections that came before it are served too. It says `ready`.

@@ -28,14 +28,15 @@ class EvaluateConfig:
     """A file with the chat template; null takes the model's own."""
 
     text: tuple[str, ...] = ()
-    """Files for perplexity and bits per byte: plain text, one document a file, or JSON lines."""
+    """Files for perplexity and bits per byte: plain text, one document per file, or JSON lines."""
     column: str = "text"
     """The column of JSON lines with the text."""
     context: int | None = None
     """Tokens that a prediction may see, with the predicted one; null: up to 1024, as the model
     allows."""
     stride: int | None = None
-    """Tokens a window goes on by: each token but the first ones sees at least context - stride;
+    """Tokens by which a window advances: each token but the first ones sees at least context -
+    stride;
     null: half of context."""
     batch_size: int = 8
     """Windows scored at a time."""
@@ -66,7 +67,7 @@ class EvaluateConfig:
     shots: int | None = None
     """Examples before each question of a task; null: the task's own number."""
     limit: int | None = None
-    """Only the first so many prompts, documents, or questions of a task."""
+    """Only the first this many prompts, documents, or questions of a task."""
 
     seed: int = 0
     """Of samples and intervals."""

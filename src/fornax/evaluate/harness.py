@@ -69,7 +69,7 @@ class HarnessModel:
         """For (context, continuation): log-likelihood in nats, and whether greedy would write it.
 
         Context and continuation are encoded together and divided where the context's tokens end;
-        white space at the context's end belongs to the continuation, as the harness wants it.
+        white space at the context's end belongs to the continuation, as the harness expects it.
         """
         pairs = [self._divided(context, continuation) for context, continuation in requests]
         return self._score([(context + more, len(context)) for context, more in pairs])
@@ -156,7 +156,7 @@ def run_tasks(subject: EvaluatedModel, config: EvaluateConfig) -> TaskResults:
     """Results of the harness's `simple_evaluate`: metrics by task, versions and settings.
 
     Raises:
-      ConfigError: the harness is not installed, or knows no such task.
+      ConfigError: the harness is not installed, or has no such task.
     """
     check_harness()
     import lm_eval  # pyrefly: ignore[missing-import]

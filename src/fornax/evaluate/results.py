@@ -16,7 +16,7 @@ from fornax.evaluate.generative import Answered, Generative
 from fornax.evaluate.harness import TaskResults, metrics
 from fornax.evaluate.perplexity import Perplexity
 from fornax.evaluate.statistics import Estimate
-from fornax.train.report import Section, render, table
+from fornax.pages import Section, render, table
 from fornax.tune.data.records import JsonObject
 
 __all__ = ["Results", "rows", "to_json_text", "write_files"]

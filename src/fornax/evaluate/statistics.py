@@ -5,31 +5,13 @@ Legend: N problems (or documents, or prompts), R resamples.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from fornax.config.errors import ConfigError
+from fornax.config.statistics import Estimate, bootstrap
 
 __all__ = ["Estimate", "mean", "pass_at_k", "ratio", "share", "sign_test"]
-
-_RESAMPLES = 2000
-_CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A number and the interval it is believed to lie in."""
-
-    value: float
-    low: float
-    """NaN, as `high`, where there is one problem only."""
-    high: float
-
-    def __str__(self) -> str:
-        if math.isnan(self.low):
-            return f"{self.value:.4g}"
-        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
 def ratio(
@@ -54,17 +36,12 @@ def ratio(
     value = float(a_N.sum() / b_N.sum())
     if a_N.size == 1:
         return Estimate(value, math.nan, math.nan)
-    generator = np.random.default_rng(seed)
-    found, left = [], _RESAMPLES
-    while left:
-        count = min(left, max(1, _CHUNK // a_N.size))
-        picks_RN = generator.integers(0, a_N.size, (count, a_N.size))
+
+    def ratios(picks_RN: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore", divide="ignore"):
-            found.append(a_N[picks_RN].sum(axis=1) / b_N[picks_RN].sum(axis=1))
-        left -= count
-    tail = (1 - confidence) / 2
-    low, high = np.nanquantile(np.concatenate(found), [tail, 1 - tail])
-    return Estimate(value, float(low), float(high))
+            return a_N[picks_RN].sum(axis=1) / b_N[picks_RN].sum(axis=1)
+
+    return Estimate(value, *bootstrap(ratios, a_N.size, confidence=confidence, seed=seed))
 
 
 def mean(

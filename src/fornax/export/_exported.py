@@ -129,12 +129,12 @@ def stablehlo_version(module: bytes) -> str:
     """The version in a portable artifact's header.
 
     Raises:
-      BundleError: when the bytes are no portable artifact.
+      BundleError: when the bytes are not a portable artifact.
     """
     start = module.find(b"StableHLO_v", 0, 64)
     end = module.find(b"\0", start)
     if not module.startswith(b"ML\xefR") or start < 0 or end < 0:
-        raise BundleError("it is no portable artifact of StableHLO")
+        raise BundleError("it is not a portable artifact of StableHLO")
     return module[start + len(b"StableHLO_v") : end].decode("ascii", "replace")
 
 

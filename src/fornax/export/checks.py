@@ -65,8 +65,8 @@ def check_rows(signature: Signature, dims: Mapping[str, int], run: Run) -> None:
                 by_row = spec.shape[:1] == (signature.batch,)
                 raise BundleError(
                     f"rows of {signature.name!r} influence each other: with other neighbours, "
-                    f"output {name!r} of row {row} {words}. A server puts requests of strangers "
-                    "into one batch: "
+                    f"output {name!r} of row {row} {words}. A server puts requests of different "
+                    "clients into one batch: "
                     + (
                         "compute each row from itself alone (a batch norm must use its stored "
                         "statistics), or pass batch=None"

@@ -1,4 +1,4 @@
-"""Two bundles beside each other: signatures, graphs, weights, and outputs on the golden inputs."""
+"""Two bundles compared: signatures, graphs, weights, and outputs on the golden inputs."""
 
 import dataclasses
 import itertools

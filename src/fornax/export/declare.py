@@ -89,7 +89,7 @@ def _input(function: str, key: str, spec: Spec) -> TensorSpec:
             "Spec(shape, dtype)"
         )
     if not key.isidentifier():
-        raise BundleError(f"input {key!r} of {function!r} is no name of an argument")
+        raise BundleError(f"input {key!r} of {function!r} is not a name of an argument")
     return named(key, spec)
 
 
@@ -150,5 +150,5 @@ def _shapes(
 
 def _size(dim: str, size: int) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise BundleError(f"bucket {dim}={size!r} is no size; sizes are whole numbers from 1")
+        raise BundleError(f"bucket {dim}={size!r} is not a size; sizes are whole numbers from 1")
     return size

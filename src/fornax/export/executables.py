@@ -23,7 +23,7 @@ _LOG = logging.getLogger("fornax.export")
 
 
 def names(key: Mapping[str, str], functions: Mapping[str, int]) -> Iterator[tuple[str, int, str]]:
-    """(function, number of its shape, file) for functions with so many shapes."""
+    """(function, number of its shape, file) for functions with this many shapes."""
     folder = hashlib.sha256(repr(sorted(key.items())).encode()).hexdigest()[:16]
     for function, shapes in functions.items():
         for number in range(shapes):

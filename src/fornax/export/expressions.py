@@ -23,7 +23,7 @@ def evaluate(size: int | str, dims: Mapping[str, int]) -> int:
     """The size in numbers, for the given sizes of symbolic dimensions.
 
     Raises:
-      BundleError: for a text that is no size, or a dimension that `dims` lacks.
+      BundleError: for a text that is not a size, or a dimension that `dims` lacks.
     """
     if not isinstance(size, str):
         return size
@@ -33,7 +33,9 @@ def evaluate(size: int | str, dims: Mapping[str, int]) -> int:
     try:
         return parse(size)(dims)
     except KeyError as error:
-        raise BundleError(f"size {size!r} names {error}, which is no dimension of this") from None
+        raise BundleError(
+            f"size {size!r} names {error}, which is not a dimension of this"
+        ) from None
     except ZeroDivisionError:
         raise BundleError(f"size {size!r} divides by zero for {dict(dims)}") from None
 
@@ -63,7 +65,9 @@ def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise BundleError(f"{text!r} is no size; write one as t, 2*t or floordiv(t, 4)") from None
+        raise BundleError(
+            f"{text!r} is not a size; write one as t, 2*t or floordiv(t, 4)"
+        ) from None
 
 
 def _build(node: ast.expr, text: str, depth: int) -> _Evaluator:
@@ -96,4 +100,4 @@ def _build(node: ast.expr, text: str, depth: int) -> _Evaluator:
             a, b = _build(left, text, depth + 1), _build(right, text, depth + 1)
             return lambda dims: function(a(dims), b(dims))
         case _:
-            raise BundleError(f"{text!r} is no size; write one as t, 2*t or floordiv(t, 4)")
+            raise BundleError(f"{text!r} is not a size; write one as t, 2*t or floordiv(t, 4)")

@@ -221,7 +221,7 @@ class Fields:
         """A name that is a path of this bundle's and not the manifest's."""
         if not safe_path(name) or name == "manifest.json":
             raise BundleError(
-                f"{self.where}: files has {name[:80]!r}, which is no path inside the bundle; "
+                f"{self.where}: files has {name[:80]!r}, which is not a path inside the bundle; "
                 "export again"
             )
         return name

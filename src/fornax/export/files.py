@@ -43,7 +43,7 @@ def check_listing(root: Path, files: Mapping[str, File]) -> None:
             if path not in folders:
                 raise BundleError(f"{root / path} is not part of the bundle; {_AGAIN}")
         elif not stat.S_ISREG(info.st_mode):
-            raise BundleError(f"{root / path} is no regular file; {_AGAIN}")
+            raise BundleError(f"{root / path} is not a regular file; {_AGAIN}")
         elif path != MANIFEST:
             if path not in files:
                 raise BundleError(f"{root / path} is not part of the bundle; {_AGAIN}")
@@ -84,7 +84,7 @@ def read_checked(root: Path, name: str, file: File | None, *, limit: int = 1 << 
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as stream:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise BundleError(f"{path} is no regular file; {_AGAIN}")
+                raise BundleError(f"{path} is not a regular file; {_AGAIN}")
             data = stream.read(limit + 1)
     except FileNotFoundError:
         raise BundleError(f"{path} is missing; {_AGAIN}") from None
@@ -101,7 +101,7 @@ def measure(path: Path) -> File:
     """Size and SHA-256 of a file.
 
     Raises:
-      BundleError: it is no regular file.
+      BundleError: it is not a regular file.
       OSError: it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
@@ -110,7 +110,7 @@ def measure(path: Path) -> File:
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise BundleError(f"{path} is no regular file; {_AGAIN}")
+            raise BundleError(f"{path} is not a regular file; {_AGAIN}")
         block = bytearray(_BLOCK)
         view = memoryview(block)
         while count := stream.readinto(block):
@@ -155,7 +155,7 @@ def watch(root: Path, names: Iterable[str]) -> Callable[[], None]:
     A pipe in a file's place holds a reader that opens it for ever, also when the pipe is gone.
 
     Raises:
-      BundleError: as the check does, naming a file that is no regular one, or none, or another.
+      BundleError: as the check does, naming a file that is not a regular one, or none, or another.
     """
     before = {name: _identity(root / name) for name in names}
 
@@ -173,7 +173,7 @@ def _identity(path: Path) -> tuple[int, int]:
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror})") from None
     if not stat.S_ISREG(info.st_mode):
-        raise BundleError(f"{path} is no regular file; {_AGAIN}")
+        raise BundleError(f"{path} is not a regular file; {_AGAIN}")
     return info.st_dev, info.st_ino
 
 
@@ -189,7 +189,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
             f"{path} exists; choose another directory or pass overwrite=True (--overwrite)"
         )
     if path.exists() and any(path.iterdir()) and not (path / MANIFEST).is_file():
-        raise BundleError(f"{path} is no bundle, so it is not overwritten; choose another")
+        raise BundleError(f"{path} is not a bundle, so it is not overwritten; choose another")
     try:
         with replacing_folder(path) as work:
             yield work

@@ -69,7 +69,7 @@ def unpack(data: bytes, where: object) -> dict[str, np.ndarray]:
             for name, entry in deserialize(data)
         }
     except (SafetensorError, KeyError) as error:
-        raise BundleError(f"{where} is no readable safetensors file ({error})") from None
+        raise BundleError(f"{where} is not a readable safetensors file ({error})") from None
 
 
 def arrays_of(

@@ -75,7 +75,7 @@ def take_apart(params: object, *, abstract: bool = False) -> Parts:
       abstract: whether shapes may stand for arrays.
 
     Raises:
-      BundleError: a leaf that is no array, or two arrays with one name.
+      BundleError: a leaf that is not an array, or two arrays with one name.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_node)
     builders: list[_Leaf | _Module] = []
@@ -168,7 +168,7 @@ class _Leaf:
 class _Module:
     """An NNX module: its state, variables that are shared held once.
 
-    Its random state is no parameter: whoever draws from it changes it, which is refused.
+    Its random state is not a parameter: drawing from it changes it, which is refused.
     """
 
     def __init__(self, prefix: str, module: object, abstract: bool):

@@ -1,7 +1,8 @@
 """Where a bundle's function runs: a placement gives every array its sharding.
 
-A bundle names axes ("vocab", "mlp", or a mesh axis such as "tensor") and knows no devices. The host
-brings a mesh and a table of rules; a mesh axis that the host does not have divides nothing.
+A bundle names axes ("vocab", "mlp", or a mesh axis such as "tensor") and does not depend on
+devices. The host brings a mesh and a table of rules; a mesh axis that the host does not have
+divides nothing.
 """
 
 import dataclasses
@@ -132,7 +133,7 @@ class OnMesh:
         return tuple(self.mesh.devices.flat)
 
     def sharding(self, name: str, shape: tuple[int, ...], axes: Axes | None) -> NamedSharding:
-        """Where a weight lies; None for axes replicates.
+        """Where a weight is; None for axes replicates.
 
         Raises:
           ShardingError: an axis without a rule, or a dimension that does not divide; it names the

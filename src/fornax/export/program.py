@@ -107,7 +107,9 @@ class Program:
         if self.together is None:
             return self._call([*self._weights, *buffers])
         arrays = [np.asarray(each) for each in buffers]
-        moved = self._moved(arrays)  # before the others begin, lest they wait for what fails here
+        moved = self._moved(
+            arrays
+        )  # before the others begin, so that they do not wait for what fails here
         return self.together(arrays, lambda: self._call([*self._weights, *moved]))
 
 

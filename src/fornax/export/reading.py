@@ -51,10 +51,10 @@ def _read(data: bytes, where: str) -> Manifest:
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate fits no protocol
     except ValueError as error:
         raise BundleError(
-            f"{where} is no JSON ({error}); it was truncated or altered: copy the bundle again"
+            f"{where} is not JSON ({error}); it was truncated or altered: copy the bundle again"
         ) from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise BundleError(f"{where} is no manifest of a bundle: its format is not {FORMAT!r}")
+        raise BundleError(f"{where} is not a manifest of a bundle: its format is not {FORMAT!r}")
     if body.get("version") != VERSION:
         raise BundleError(
             f"{where} has format version {body.get('version')!r} and this Fornax reads "

@@ -213,4 +213,4 @@ def _open(file: Path) -> dict[str, np.ndarray]:
     try:
         return {name: tensor.view() for name, tensor in open_file(file, DTYPES).items()}
     except CheckpointError as error:
-        raise BundleError(f"{file} is no readable safetensors file: {error}") from error
+        raise BundleError(f"{file} is not a readable safetensors file: {error}") from error

@@ -148,7 +148,7 @@ def _check_platforms(platforms: Sequence[str]) -> None:
     wrong = [p for p in platforms if p not in PLATFORMS]
     if isinstance(platforms, str) or not platforms or wrong or len(set(platforms)) < len(platforms):
         raise BundleError(
-            f"platforms={platforms!r} is no sequence of different names of {', '.join(PLATFORMS)}"
+            f"platforms={platforms!r} is not a sequence of distinct names of {', '.join(PLATFORMS)}"
         )
 
 

@@ -50,7 +50,7 @@ class Spec:
             if isinstance(size, str):
                 if not size.isidentifier():
                     raise BundleError(
-                        f"Spec dimension {size!r} is no name; inputs have numbers and names "
+                        f"Spec dimension {size!r} is not a name; inputs have numbers and names "
                         "such as 'b', outputs get what the function makes of them"
                     )
             elif not isinstance(size, int) or isinstance(size, bool) or size < 0:
@@ -65,7 +65,7 @@ class Spec:
         if self.axes is not None and len(self.axes) != len(self.shape):
             raise BundleError(f"axes {self.axes} has not one entry for each of {self.shape}")
         if self.lengths is not None and not self.lengths.isidentifier():
-            raise BundleError(f"lengths={self.lengths!r} is no name of an argument")
+            raise BundleError(f"lengths={self.lengths!r} is not a name of an argument")
         self._check_numbers()
 
     def _check_numbers(self) -> None:

@@ -29,7 +29,7 @@ class Undivided:
     placement: OneDevice
 
     def delete(self) -> None:
-        """Let go of the weights."""
+        """Release the weights."""
         for array in self.weights.params.values():
             array.delete()
 

@@ -113,7 +113,7 @@ def write(root: Path, arrays: Mapping[str, object], weights: Mapping[str, Weight
             ]
             for future in pending:
                 future.result()
-    except ValueError as error:  # what tensorstore makes of a full disk and the like
+    except ValueError as error:  # what tensorstore raises for a full disk, for example
         raise BundleError(f"the weights cannot be written: {error}") from None
 
 

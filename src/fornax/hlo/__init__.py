@@ -17,6 +17,7 @@ from fornax.hlo.facts import (
 )
 from fornax.hlo.module import Computation, Frame, Instruction, Module
 from fornax.hlo.parser import HloParseError, parse
+from fornax.hlo.provenance import contents_of, source_lines
 from fornax.hlo.roofline import (
     CALIBRATIONS,
     Calibration,
@@ -52,7 +53,9 @@ __all__ = [
     "Timed",
     "analyse",
     "calibration_of",
+    "contents_of",
     "operation_seconds",
     "parse",
     "parse_shape",
+    "source_lines",
 ]

@@ -178,7 +178,7 @@ class _Walk:
         """Yield what a fusion does: its own work, and the collective in it if it holds one.
 
         TPU writes an asynchronous collective as a fusion that starts it, fusions that compute
-        while it goes on and hold it too, and a fusion that waits for it.
+        while it is in progress and hold it too, and a fusion that waits for it.
         """
         members = list(_deep(fusion.callee()))
         found = [each for each in members if collective_kind(each)]

@@ -19,7 +19,8 @@ from fornax.hlo.work import Work
 
 _GROUPED_NAME = re.compile(r"\bt?gmm\b")
 """JAX's megablox kernels, which say their cost."""
-_ATTENTION_NAME = re.compile(r"splash|flash|attention", re.IGNORECASE)
+_ATTENTION_NAME = re.compile(r"splash|flash|core_attention|attention[^/]*$", re.IGNORECASE)
+"""Of a kernel, or of the scope that it is called in; an attention's projections are in none."""
 _SPLASH_COSTS = re.compile(r"splash:((?:\w+=\d+,?)+)")
 _SPLASH_PHASE = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 _ATTRIBUTE = re.compile(r"(\w+) = (\S+?)(?: : \w+)?[,}]")
@@ -81,7 +82,8 @@ def _cost(instruction: Instruction) -> CallCost:
 
 def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     name = f"{instruction.op_name} {instruction.name}"
-    category: Category = "attention" if _ATTENTION_NAME.search(name) else "kernel"
+    attends = _ATTENTION_NAME.search(f"{instruction.name} {_own_name(instruction)}")
+    category: Category = "attention" if attends else "kernel"
     if _GROUPED_NAME.search(name):
         category = "matmul"
     named, phase = _SPLASH_COSTS.findall(name), _SPLASH_PHASE.search(name)
@@ -112,8 +114,11 @@ def _pallas(instruction: Instruction, shapes: list[Shape], traffic: int) -> Call
 
 def kernel_name(instruction: Instruction) -> str:
     """Return the name that a kernel goes by: the end of its op_name."""
-    parts = [part for part in instruction.op_name.split("/") if part != "pallas_call"]
-    return parts[-1] if parts else instruction.name
+    return _own_name(instruction).rpartition("/")[2] or instruction.name
+
+
+def _own_name(instruction: Instruction) -> str:
+    return instruction.op_name.removesuffix("/pallas_call")
 
 
 def _splash(phase: str, shapes: list[Shape], result: Shape) -> float:
@@ -159,7 +164,8 @@ def _paged_attention(instruction: Instruction, shapes: list[Shape], traffic: int
     layers, _, slots = shapes[1].dims[:3]
     context = shapes[3].dims[1] * slots
     flops = 4.0 * T * N * H * context
-    moved = traffic - shapes[1].bytes + shapes[1].bytes // layers
+    cache = shapes[1].bytes + shapes[7].bytes  # codes' scales, or an empty array
+    moved = traffic - cache + cache // layers
     return CallCost("attention", Work(flops=flops), moved, _FULL.format(instruction.name))
 
 
@@ -167,14 +173,33 @@ def _paged_write(_: Instruction, shapes: list[Shape], __: int) -> CallCost:
     return CallCost("copy", Work(), 2 * (shapes[1].bytes + shapes[2].bytes))
 
 
+def _paged_write_codes(_: Instruction, shapes: list[Shape], __: int) -> CallCost:
+    """Keys and values read; a byte of each number and a float32 of each vector written."""
+    k, v = shapes[2:4]
+    written = (k.size + v.size) + 4 * (k.size + v.size) // k.dims[-1]
+    return CallCost("copy", Work(), k.bytes + v.bytes + written)
+
+
 def _linear(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
-    M, inner = shapes[0].dims
+    read = sum(
+        weight.bytes // (weight.dims[0] if len(weight.dims) > 1 else 1) for weight in shapes[1:]
+    )
+    return _linear_cost(instruction, shapes[0], read)
+
+
+def _linear_blocks(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
+    """Return the cost of one layer of each weight: values of all layers, their types, the layer."""
+    weights = zip(shapes[1::3], shapes[2::3], strict=True)
+    read = sum(values.bytes // types.dims[0] for values, types in weights)
+    return _linear_cost(instruction, shapes[0], read)
+
+
+def _linear_cost(instruction: Instruction, x: Shape, read: int) -> CallCost:
+    """Return the cost of the products of x [M, K] with weights of which `read` bytes are read."""
+    M, inner = x.dims
     results = instruction.shape.elements or (instruction.shape,)
     flops = sum(2.0 * M * inner * result.dims[-1] for result in results)
-    moved = shapes[0].bytes + instruction.shape.bytes
-    for weight in shapes[1:]:
-        moved += weight.bytes // (weight.dims[0] if len(weight.dims) > 1 else 1)
-    return CallCost("matmul", Work(flops=flops), moved)
+    return CallCost("matmul", Work(flops=flops), x.bytes + instruction.shape.bytes + read)
 
 
 def _grouped(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
@@ -213,6 +238,31 @@ def _fused_experts(_: Instruction, shapes: list[Shape], traffic: int) -> CallCos
     return CallCost("matmul", work, traffic)
 
 
+def _packed_grouped(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of each row by one matrix of codes; one layer of the stacks is read."""
+    rows, result = shapes[0], instruction.shape
+    traffic -= sum(
+        stack.bytes - stack.bytes // stack.dims[0] for stack in shapes[1:4] if stack.size
+    )
+    return CallCost("matmul", Work(flops=2.0 * rows.size * result.dims[-1]), traffic)
+
+
+def _packed_experts(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of `_fused_experts` with packed matrices."""
+    assigned, width = shapes[2], shapes[0].dims[-1]
+    _, hidden, *_ = instruction.shape.elements or ()
+    inner = hidden.dims[-1]
+    traffic -= sum(
+        stack.bytes - stack.bytes // stack.dims[0] for stack in shapes[4:13] if stack.size
+    )
+    work = Work(
+        flops=6.0 * assigned.size * inner * width,
+        vector_flops=5.0 * assigned.size * inner,
+        transcendentals=float(assigned.size * inner),
+    )
+    return CallCost("matmul", work, traffic)
+
+
 def _rms_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     """Return the cost of a norm, of one array or of the sum of two, by a scale of one layer."""
     *rows, scale = shapes[:-1]
@@ -231,6 +281,18 @@ def _rms_norm_gradient(_: Instruction, shapes: list[Shape], traffic: int) -> Cal
     return CallCost("reduce", work, traffic)
 
 
+def _convolution(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of each place's window with the kernel."""
+    inner = math.prod(shapes[1].dims[:-1])
+    return CallCost("matmul", Work(flops=2.0 * instruction.shape.size * inner), traffic)
+
+
+def _group_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of statistics and result, or of their gradients, from x and that of y."""
+    work = Work(vector_flops=9.0 * sum(each.size for each in shapes[:-1]))
+    return CallCost("reduce", work, traffic)
+
+
 def _gated_linear_unit_gradient(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     elements = shapes[0].size
     work = Work(vector_flops=9.0 * elements, transcendentals=float(elements))
@@ -241,6 +303,32 @@ def _gated_linear_unit(_: Instruction, shapes: list[Shape], traffic: int) -> Cal
     elements = shapes[0].size
     work = Work(vector_flops=4.0 * elements, transcendentals=float(elements))
     return CallCost("elementwise", work, traffic)
+
+
+def _rotary_embedding(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    return CallCost("elementwise", Work(vector_flops=3.0 * shapes[0].size), traffic)
+
+
+def _ragged_delta_rule(_: Instruction, shapes: list[Shape], __: int) -> CallCost:
+    """Return the cost of all tokens, with each sequence's state read and written once."""
+    states, q, k, v, decay, beta, *rows = shapes
+    slots = states.bytes // math.prod(states.dims[:2])  # of one slot
+    moved = sum(shape.bytes for shape in (q, k, decay, beta)) + 2 * v.bytes
+    moved += 2 * min(rows[2].size, q.dims[0]) * slots
+    products = 3.0 if beta.size else 2.0  # the rule finds what it corrects
+    work = Work(flops=2.0 * products * v.size * states.dims[-2], transcendentals=float(decay.size))
+    return CallCost("attention", work, moved)
+
+
+def _ragged_convolution(_: Instruction, shapes: list[Shape], __: int) -> CallCost:
+    """Return the cost of all tokens, with what each sequence's slots hold read and written once."""
+    inputs, x, kernel, *rows = shapes
+    slots = inputs.bytes // math.prod(inputs.dims[:2])  # of one slot
+    moved = 2 * x.bytes + kernel.bytes + 2 * min(rows[3].size, x.dims[0]) * slots
+    work = Work(
+        vector_flops=2.0 * x.size * kernel.dims[-1] + 4.0 * x.size, transcendentals=float(x.size)
+    )
+    return CallCost("elementwise", work, moved)
 
 
 def _take_rows(instruction: Instruction, shapes: list[Shape], _: int) -> CallCost:
@@ -254,6 +342,14 @@ def _argmax(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     return CallCost("reduce", Work(vector_flops=float(shapes[0].size)), traffic)
 
 
+def _sampling(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of filters and draw: a few passes, and an exponential for each logit."""
+    logits = shapes[0].size
+    return CallCost(
+        "reduce", Work(vector_flops=8.0 * logits, transcendentals=float(logits)), traffic
+    )
+
+
 def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     found = _COEFFICIENTS.search(instruction.attributes.get("backend_config", ""))
     steps = int(found.group(1)) // 3 if found else 0
@@ -263,26 +359,44 @@ def _orthogonalize(instruction: Instruction, shapes: list[Shape], traffic: int) 
 
 
 _GROUPED_KERNELS = frozenset(
-    ["fornax_grouped_matmul", "fornax_grouped_outer", "fornax_fused_experts"]
+    [
+        "fornax_grouped_matmul",
+        "fornax_grouped_outer",
+        "fornax_fused_experts",
+        "fornax_packed_grouped_matmul",
+        "fornax_packed_experts",
+    ]
 )
 _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_attention_forward": _attention(2),
     "fornax_attention_backward": _attention(5),
     "fornax_paged_attention": _paged_attention,
     "fornax_paged_write": _paged_write,
+    "fornax_paged_write_codes": _paged_write_codes,
     "fornax_grouped_matmul": _grouped,
     "fornax_grouped_outer": _grouped,
     "fornax_fused_experts": _fused_experts,
+    "fornax_packed_grouped_matmul": _packed_grouped,
+    "fornax_packed_experts": _packed_experts,
     "fornax_group_order": _group_order,
     "fornax_route": _route,
     "fornax_linear": _linear,
+    "fornax_linear_blocks": _linear_blocks,
     "fornax_rms_norm": _rms_norm,
     "fornax_add_rms_norm": _rms_norm,
     "fornax_rms_norm_gradient": _rms_norm_gradient,
+    "fornax_convolution": _convolution,
+    "fornax_group_norm": _group_norm,
+    "fornax_group_norm_gradient": _group_norm,
     "fornax_gated_linear_unit": _gated_linear_unit,
     "fornax_gated_linear_unit_gradient": _gated_linear_unit_gradient,
     "fornax_take_rows": _take_rows,
     "fornax_argmax": _argmax,
+    "fornax_rotary_embedding": _rotary_embedding,
+    "fornax_ragged_convolution": _ragged_convolution,
+    "fornax_ragged_delta_rule": _ragged_delta_rule,
+    "fornax_filter_logits": _sampling,
+    "fornax_sample_tokens": _sampling,
     "fornax_orthogonalize": _orthogonalize,
 }
 

@@ -31,9 +31,9 @@ class Operation:
     flops: float
     """Of matrix products, convolutions and kernels; a multiplication and an addition are two."""
     vector_flops: float
-    """Of elementwise arithmetic and reductions, one an element."""
+    """Of elementwise arithmetic and reductions, one per element."""
     transcendentals: float
-    """Exponentials, logarithms, roots and their like, one an element."""
+    """Exponentials, logarithms, roots and their like, one per element."""
     bytes: int
     """Read from and written to HBM; what stays in the chip's own vector memory is not counted."""
     dtype: str

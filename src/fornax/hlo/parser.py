@@ -2,7 +2,8 @@
 
 The grammar that is relied on: a line `HloModule name, attributes`; tables of stack frames; then
 computations, `[ENTRY ]%name (parameters) -> shape {` … `}`, of instructions
-`[ROOT ]%name = shape opcode(operands), attributes`, one a line (long constants go on over several).
+`[ROOT ]%name = shape opcode(operands), attributes`, one per line (long constants continue over
+several).
 
 Executables and compiler dumps give a serialized `HloModuleProto` too. It is not read: jaxlib has no
 Python schema for it, a table of its thirty messages and the code that turns them into these types

@@ -1,7 +1,7 @@
 """Where a value comes from: its source line, the argument behind it, what computed its contents.
 
 Compilers allocate a stack of saved activations before the loop that fills it, and copy arrays
-between layouts: neither says what is in them. So from an allocation we go on to the loop that
+between layouts: neither says what is in them. So from an allocation we continue to the loop that
 updates it, and from there, as from a copy, back to what was computed.
 """
 
@@ -13,7 +13,7 @@ from fornax.hlo.traffic import updated_operands
 
 _LIBRARIES = ("site-packages/", "dist-packages/", "/lib/python3", "<frozen", "<string>")
 _PACKAGE = re.compile(r"/(?:src|site-packages|dist-packages)/(fornax/.*\.py)$")
-_SHARED_FILES = ("fornax/kernels/",)
+_SHARED_FILES = ("fornax/kernels/", "fornax/models/scope.py")
 _SHARED_FUNCTIONS = frozenset(["Projection", "project"])
 """What every layer calls: its line says less than the caller's."""
 

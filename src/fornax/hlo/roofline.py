@@ -6,6 +6,7 @@ Which measurement each was fitted on is said beside it; `benchmarks/plan_publish
 they predict for runs that they were not fitted on.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -85,8 +86,12 @@ CALIBRATIONS: Mapping[str, Calibration] = {
 
 
 def calibration_of(chip: Chip) -> Calibration:
-    """The calibration of a kind of chip; general figures, which say so, for one without."""
-    return CALIBRATIONS.get(chip.name, _DEFAULT)
+    """The calibration of a chip: what was measured of it, else of its kind; general figures, which
+    say so, for one without."""
+    known = CALIBRATIONS.get(chip.name, _DEFAULT)
+    if not chip.shares:
+        return known
+    return dataclasses.replace(known, **chip.shares, source=chip.sources["shares"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +103,12 @@ class Rates:
 
     @property
     def memory(self) -> float:
-        """Bytes a second."""
+        """Bytes per second."""
         return self.chip.memory_bandwidth / self.chip.devices * self.calibration.memory
 
     @property
     def clock(self) -> float | None:
-        """Cycles a second, as the compiler counts them; None where they are not known."""
+        """Cycles per second, as the compiler counts them; None where they are not known."""
         return self.calibration.clock or self.chip.clock
 
     def peak(self, operation: Operation) -> float:

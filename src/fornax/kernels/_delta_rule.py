@@ -57,7 +57,7 @@ def gated_delta_rule(
         leaves the state as it is. None: values are added without correcting what the keys find;
         then g = 0 and v = 0 leave the state as it is.
       starts_BT: bool, whether a token begins a document: it finds an empty state. None: none does.
-      state_BKRHV: float32, what the tokens before left; None for nothing.
+      state_BKRHV: float32, what the tokens before left; None for zeros.
       implementation: chunked, recurrent (one token after the other), or None: recurrent for a
         single token.
 

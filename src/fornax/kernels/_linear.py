@@ -1,4 +1,4 @@
-"""The linear map of every projection, with a gradient that XLA's CPU backend compiles well.
+"""The linear layer of every projection, with a gradient that XLA's CPU backend compiles well.
 
 JAX's own rule for the gradient of the weights contracts the cotangent with the input in an order
 that makes that backend rewrite the larger of both, and all that was fused into it, transposed,

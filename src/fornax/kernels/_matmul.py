@@ -1,6 +1,6 @@
 """Products of bfloat16 matrices by the native CPU kernel (`_native/matmul.cc`).
 
-XLA's CPU backend packs operands anew and starts its own threads in each product: a small model's
+XLA's CPU backend repacks operands and starts its own threads in each product: a small model's
 reach a quarter of what these do. They need AVX512-BF16, and use AMX tiles where there are any.
 
 Legend: M rows, K summed over, N columns.

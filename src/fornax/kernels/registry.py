@@ -5,12 +5,15 @@ Implementations stand in order of preference; each answers a call with None ("I 
 the reason why it declines. The choice is, in this order:
 
 1. the one named by hand (`implementation=`): it runs, or `KernelError` says why it declines;
-2. the fastest one measured (`with autotuning():`, now or earlier) for such a call on this machine;
+2. the fastest one measured (`with autotuning():`, now or earlier) for such a call on this machine,
+   unless the first in order keeps the bits of a row (`steady`);
 3. the first in order that does not decline.
+
+One that is deprecated is taken by hand, with a warning, or where no other can run the call.
 
 `with recording_choices()` collects what was chosen, and why what is preferred was not: the trainer,
 the server and the planner print one such line for each kernel. `with recording_calls()` collects
-the calls themselves, for whoever measures them.
+the calls themselves, to be measured.
 
 What this module knows of is in `operations()`; `register` adds a user's own operation to it, and
 `Operation.add` an implementation to any.
@@ -19,6 +22,7 @@ What this module knows of is in `operations()`; `register` adds a user's own ope
 import contextlib
 import contextvars
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -90,8 +94,14 @@ class Implementation(Generic[CallT]):
     alone: bool = True
     """Whether one device can run its share of a call; what cannot is not measured, and taken by its
     place in the order."""
+    steady: bool = False
+    """Whether a row's result has the same bits whatever other rows a call has. Where it is the
+    first that can run, none that was measured faster takes its place, for that may be so at some
+    numbers of rows alone."""
     on: tuple[str, ...] = ()
     """Where it is supported, of `cpu`, `gpu` and `tpu`; empty: on its platform, or on all three."""
+    deprecated: str = ""
+    """What to use in its place, where a later release removes it."""
 
     @property
     def support(self) -> Mapping[str, Support]:
@@ -176,7 +186,7 @@ class Operation(Generic[CallT]):
     work: Callable[[CallT], Work] | None = None
     """What a call must do at least; None where that is not counted."""
     call: type[CallT] | None = None
-    """The class that describes its calls, which another process makes anew from its fields."""
+    """The class that describes its calls, which another process makes again from its fields."""
 
     def add(self, implementation: Implementation[CallT], *, before: str | None = None) -> None:
         """Give the operation another implementation, in this process.
@@ -252,6 +262,7 @@ class Operation(Generic[CallT]):
             raise KernelError(f"{self.name}: no implementation can run {call}: {reasons}")
         # For tests and curiosity: never chosen for speed.
         able = tuple(c for c in candidates if c.name != "reference") or candidates
+        able = tuple(c for c in able if not c.deprecated) or able
         measured = self._measured(call, able, measure=measure)
         working = [c for c in able if c.name not in measured.failures] or able
         best = next((c for c in working if c.name == measured.chosen), working[0])
@@ -261,7 +272,12 @@ class Operation(Generic[CallT]):
         self, call: CallT, able: tuple[Implementation[CallT], ...], *, measure: bool
     ) -> choices.Kept:
         """Return what is known of the speed of `able`, measuring where that is wanted."""
-        able = tuple(one for one in able if one.alone) if able[0].alone else able[:1]
+        first = able[0]
+        able = (
+            tuple(one for one in able if one.alone)
+            if first.alone and not first.steady
+            else (first,)
+        )
         if len(able) == 1 or (call.platform == "tpu" and not measure):
             return choices.Kept()  # a planner must not take the TPU from its compiler
         if jax.process_count() > 1 or call.platform != jax.default_backend():
@@ -282,7 +298,8 @@ class Operation(Generic[CallT]):
             if one.platform in (None, call.platform):
                 failure = measured.failures.get(one.name)
                 slower = "slower when measured" if failure is None else f"failed: {failure}"
-                found.append((one.name, one.reason(call) or slower))
+                old = f"deprecated: use {one.deprecated}" if one.deprecated else None
+                found.append((one.name, one.reason(call) or old or slower))
         return tuple(found)
 
     def _by_hand(self, call: CallT, name: str) -> Implementation[CallT]:
@@ -290,6 +307,7 @@ class Operation(Generic[CallT]):
             if candidate.name == name:
                 reason = candidate.reason(call)
                 if reason is None:
+                    self._warn_of_end(candidate)
                     return candidate
                 able = ", ".join(i.name for i in self.candidates(call)) or "none"
                 raise KernelError(
@@ -298,6 +316,15 @@ class Operation(Generic[CallT]):
                 )
         known = ", ".join(i.name for i in self.implementations)
         raise KernelError(f"{self.name}: implementation={name!r} is unknown; use one of: {known}")
+
+    def _warn_of_end(self, chosen: Implementation[CallT]) -> None:
+        if chosen.deprecated:
+            warnings.warn(
+                f"{self.name}: implementation={chosen.name!r} is deprecated and a later release "
+                f"removes it; use {chosen.deprecated}",
+                FutureWarning,
+                stacklevel=2,
+            )
 
 
 def register(operation: Operation[CallT]) -> Operation[CallT]:
@@ -342,7 +369,7 @@ def target_platform(platform: str, *, interpret: bool = False) -> Iterator[None]
 
     Args:
         platform: `cpu`, `gpu` or `tpu`.
-        interpret: run its Pallas kernels on the device at hand, interpreted: slow, to check their
+        interpret: run its Pallas kernels on the present device, interpreted: slow, to check their
             numbers.
 
     Raises:

@@ -55,7 +55,7 @@ def race(
     Args:
         operation: what is measured, for the log.
         contestants: name to a function that prepares the inputs and returns another, which does
-            the work once and returns its arrays. One that raises is out, and the others go on.
+            the work once and returns its arrays. One that raises is out, and the others continue.
         begins: told the name before each turn of a contestant.
 
     Returns:

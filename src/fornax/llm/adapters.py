@@ -31,7 +31,7 @@ _REFUSED = {"use_dora": "merge it into the model and serve that, or train plain 
 
 
 Place = tuple[int, ...]
-"""Where a projection lies in a stack of them: its layer, and its expert where it is one's."""
+"""Where a projection is in a stack of them: its layer, and its expert where it is one's."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Adapters:
         """Bring a step's adapters to the device, in place of those used least recently.
 
         Returns:
-            Whether something was written, so that `attach` must be called anew.
+            Whether something was written, so that `attach` must be called again.
 
         Raises:
             EngineError: an unknown name, or more names than slots.

@@ -1,7 +1,7 @@
 """The engine in a thread of its own, for programs built on asyncio.
 
 Calls go to the thread through a queue that it empties between steps; each step's outputs come back
-in one hop to the event loop of whoever asked.
+in one hop to the event loop of the caller.
 """
 
 import asyncio
@@ -14,19 +14,21 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
+from pathlib import Path
 from typing import Any, Unpack
 
 from fornax.config.errors import EngineError
 from fornax.llm.build import Parts
 from fornax.llm.config import EngineConfig
 from fornax.llm.engine import Failure, Output
-from fornax.llm.group import follow, join_engine
+from fornax.llm.group import IDLE, follow, join_engine
 from fornax.llm.outputs import EmbeddingOutput, RequestOutput
 from fornax.llm.request import PoolingOptions, RequestOptions
 from fornax.llm.sampling_params import SamplingParams
 from fornax.llm.stats import Readiness
 from fornax.llm.structured import SECONDS, Grammar, too_slow
 from fornax.mesh.group import Leader, Member
+from fornax.profile import FollowedCaptures
 
 __all__ = ["AsyncEngine", "EngineDead", "EngineFault"]
 
@@ -37,7 +39,7 @@ class EngineDead(Exception):  # noqa: N818 - a state as much as an error
     """The engine's thread ended with an error; what it was working on is lost."""
 
 
-class EngineFault(Exception):  # noqa: N818 - nothing that the request's sender could mend
+class EngineFault(Exception):  # noqa: N818 - nothing that the request's sender could fix
     """A request failed for no fault of its own."""
 
 
@@ -46,6 +48,8 @@ class _Reader:
 
     def __init__(self, sequences: int) -> None:
         self.sequences = sequences
+        self.added = False
+        """Whether the engine has the request; before, what it has under this id is another's."""
         self.loop = asyncio.get_running_loop()
         self.outputs: asyncio.Queue[Output | BaseException] = asyncio.Queue()
 
@@ -85,12 +89,18 @@ class AsyncEngine:
         joined = join_engine(runner.limits, config, runner.weights.config)
         if isinstance(joined, Leader):
             self._leader = joined
-            runner.executor.tell = joined.tell
+            engine = self._engine
+            runner.executor.tell = lambda name, *arrays: joined.tell(
+                name, *arrays, call=engine.calls
+            )
         else:
             self._process_0 = joined
 
-    def follow(self) -> None:
+    def follow(self, profiles: Path | None = None) -> None:
         """Carry out what process 0 says until it ends, in any other process.
+
+        Args:
+          profiles: where its part of profiles goes; None: it makes none.
 
         Raises:
           LinkError: process 0 is gone.
@@ -99,10 +109,16 @@ class AsyncEngine:
         try:
             self._programs.compile_all()
             self._programs.wait()
-            follow(self._engine.runner.executor, self._process_0)
+            captures = FollowedCaptures(profiles, self._process_0)
+            follow(self._engine.runner.executor, self._process_0, captures)
         finally:
             self._programs.close()
             self._input_processor.close()
+
+    @property
+    def leader(self) -> Leader | None:
+        """What tells the engine's other processes; None where there are none."""
+        return self._leader
 
     @property
     def num_unfinished(self) -> int:
@@ -163,7 +179,7 @@ class AsyncEngine:
         """Outputs as they come; closing the iterator aborts.
 
         Raises:
-          EngineError: the request cannot be honoured.
+          EngineError: the request is not supported.
           EngineDead: the engine ended while it ran.
           EngineFault: the model's output is not a number.
         """
@@ -179,7 +195,7 @@ class AsyncEngine:
         slow = _takes_long(params, len(prompt_ids))
         request = await asyncio.to_thread(prepare) if slow else prepare()
         with self._reading(request_id, params.n) as reader:
-            self._submit(request_id, lambda: self._engine.add(request))
+            self._submit(request_id, reader, lambda: self._engine.add(request))
             while True:
                 output = await _next(reader)
                 yield output
@@ -192,12 +208,12 @@ class AsyncEngine:
         """The prompt's embedding; cancelling aborts.
 
         Raises:
-          EngineError: the request cannot be honoured.
+          EngineError: the request is not supported.
           EngineDead: the engine ended while it ran.
         """
         pooling = self._input_processor.pooling(prompt_ids, request_id=request_id, **options)
         with self._reading(request_id) as reader:
-            self._submit(request_id, lambda: self._engine.add(pooling))
+            self._submit(request_id, reader, lambda: self._engine.add(pooling))
             return await _next(reader)
 
     async def add_lora(self, name: str, path: str) -> None:
@@ -224,7 +240,7 @@ class AsyncEngine:
         return self._engine.adapters.paths if self._engine.adapters else {}
 
     async def update_weights(self, params: object, version: int) -> None:
-        """Go on with other weights; see `Engine.update_weights`.
+        """Continue with other weights; see `Engine.update_weights`.
 
         Raises:
           EngineError: they are not this model's.
@@ -276,7 +292,7 @@ class AsyncEngine:
     async def _grammar(
         self, params: SamplingParams, constrain_after: tuple[int, ...]
     ) -> Grammar | None:
-        """The request's grammar; whoever waits no longer takes it out of the queue."""
+        """The request's grammar; a caller that waits no longer takes it out of the queue."""
         made = self._input_processor.grammar(params, constrain_after)
         if made is None:
             return None
@@ -300,8 +316,9 @@ class AsyncEngine:
             self._readers.pop(request_id, None)
             self._inbox.put(lambda: self._engine.abort(request_id))
 
-    def _submit(self, request_id: str, add: Callable[[], None]) -> None:
+    def _submit(self, request_id: str, reader: _Reader, add: Callable[[], None]) -> None:
         def run() -> None:
+            reader.added = True
             try:
                 add()
             except EngineError as error:
@@ -314,7 +331,7 @@ class AsyncEngine:
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Reader, Output]]] = {}
         for output in outputs:
             reader = self._readers.get(output.request_id)
-            if reader is not None:
+            if reader is not None and reader.added:
                 by_loop.setdefault(reader.loop, []).append((reader, output))
         for loop, pairs in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody reads
@@ -329,6 +346,8 @@ class AsyncEngine:
             while self._take_calls():
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
+                    if self._leader is not None and not self._engine.has_work:
+                        self._leader.tell(IDLE)
         except CancelledError:  # stopped before everything was compiled
             self._fail_readers(EngineDead("the engine was shut down"))
         except BaseException as error:

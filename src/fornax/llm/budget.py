@@ -27,19 +27,19 @@ class StepLimit:
         self._tokens = float(buckets[-1])
 
     def took(self, bucket: int, seconds: float) -> None:
-        """Take in that a step of `bucket` tokens, padding included, took so long."""
+        """Take in that a step of `bucket` tokens, padding included, took this long."""
         scale = self._target / seconds if seconds > 0 else 2.0
         self._tokens = min(max(bucket * min(scale, 2.0), 1.0), float(self._buckets[-1]))
 
     def tokens(self, decodes: int) -> int:
-        """Tokens of a step in which so many sequences decode: the most that fill a bucket."""
+        """Tokens of a step in which this many sequences decode: the most that fill a bucket."""
         below = self._buckets[max(bisect_right(self._buckets, self._tokens) - 1, 0)]
         return max(below, decodes + LEAST)
 
 
 @dataclass(slots=True)
 class Job:
-    """A prompt that wants tokens of the step."""
+    """A prompt that needs tokens of the step."""
 
     remaining: int
     """Tokens until its prompt is computed."""

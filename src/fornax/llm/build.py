@@ -11,7 +11,7 @@ import jax
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.hub import find_model
-from fornax.data import Tokenizer, load_tokenizer
+from fornax.data import Tokenizer, has_tokenizer, load_tokenizer
 from fornax.llm.block_manager import BlockManager, PagePool
 from fornax.llm.config import DraftModel, EngineConfig, NGram
 from fornax.llm.devices import DeviceSpec, attached_devices
@@ -19,7 +19,7 @@ from fornax.llm.engine import Engine
 from fornax.llm.input_processor import InputProcessor
 from fornax.llm.limits import Limits, draft_limits
 from fornax.llm.memory import fit_limits
-from fornax.llm.program_cache import ProgramCache, keep_compiled
+from fornax.llm.program_cache import ProgramCache
 from fornax.llm.routed_experts import check_routes
 from fornax.llm.runner import Runner
 from fornax.llm.scheduler import Scheduler, SchedulerConfig
@@ -28,6 +28,7 @@ from fornax.llm.state_pool import StatePool
 from fornax.llm.stats import Observer
 from fornax.llm.text.chat_template import ChatTemplate
 from fornax.llm.weights import Weights, load_weights
+from fornax.mesh.startup import use_compilation_cache
 from fornax.models import Decoder, DecoderConfig, cache_windows, takes
 
 __all__ = ["Parts", "build_engine"]
@@ -67,7 +68,8 @@ def build_engine(
     """Load a model and make an engine for it; nothing is compiled yet.
 
     Args:
-      model: a Hugging Face directory, the name of one on the Hub, or a decoder in memory.
+      model: a Hugging Face directory, the name of one on the Hub, a GGUF file, or a decoder in
+        memory.
       config: limits and choices; the defaults if None.
       tokenizer: a tokenizer or its folder; None takes the one in the model's directory, if any.
       observer: called with the figures of steps and requests.
@@ -78,7 +80,7 @@ def build_engine(
     """
     target = attached_devices(devices)
     config = config or EngineConfig()
-    keep_compiled()
+    use_compilation_cache(least_seconds=0)
     model = model if isinstance(model, Decoder) else find_model(model)
     folder = None if isinstance(model, Decoder) else model
     beside = Path(tokenizer) if isinstance(tokenizer, str | Path) else folder
@@ -193,7 +195,7 @@ def _tokenizer(
         tokenizer = copy.deepcopy(given)  # changed below; the caller's own may read data
     elif given is not None:
         tokenizer = load_tokenizer(given)
-    elif folder is not None and (folder / "tokenizer.json").is_file():
+    elif folder is not None and has_tokenizer(folder):
         tokenizer = load_tokenizer(folder)
     else:
         return None
@@ -210,7 +212,7 @@ def _tokenizer(
 def _chat_template(*folders: Path | None) -> ChatTemplate | None:
     """The first template found."""
     for folder in folders:
-        found = None if folder is None or not folder.is_dir() else ChatTemplate.find(folder)
+        found = None if folder is None else ChatTemplate.find(folder)
         if found is not None:
             return found
     return None

@@ -65,6 +65,7 @@ class MTP:
 Speculation = NGram | DraftModel | MTP
 
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8", "fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class EngineConfig:
     """Weights of few bits, rounded to the nearest when they are loaded (CPU). int8, int4: integers
     with a scale for 64 inputs of an output, multiplied with activations in 8 bits. fp8: e4m3 with a
     scale for an output; mxfp4: e2m1 with a power of two for 32 inputs; both with activations in
-    bfloat16. The output projection of int4 is in int8, of mxfp4 in fp8."""
+    bfloat16. The output projection of int4 is in int8, of mxfp4 in fp8. None: as the files are; on
+    one CPU the codes of quantized files are multiplied as they are, where products take them."""
     seed: int = 0
     """Seed of requests that bring none."""
 
@@ -101,8 +103,10 @@ class EngineConfig:
 
     block_size: int | None = None
     """Tokens of a cache page; None: 16, and on TPU up to 256 where sequences are many and long."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the cache; auto: bfloat16 when the weights are not float32, else float32."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Type of the cache; auto: bfloat16 when the weights are not float32, else float32. int8, fp8
+    (e4m3): 8 bits a number and a scale for each token's key and value of a head, about twice as
+    many tokens as bfloat16 in the same memory; rounded when they are written."""
     kv_cache_memory_bytes: int | None = None
     """Memory of the cache, a draft model's included; None: what `max_num_seqs` full sequences need,
     up to a share of it."""

@@ -2,7 +2,7 @@
 
 A call dispatches the model's part of step n + 1, then works through the results of step n while it
 runs, then dispatches the sampling of step n + 1, for which it now knows every earlier token. Where
-each sequence goes on by one token, and none needs a mask or log probabilities, one program does
+each sequence advances by one token, and none needs a mask or log probabilities, one program does
 both, and several steps of a few milliseconds in one call.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+from jax.profiler import StepTraceAnnotation, TraceAnnotation
 
 from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapter, Adapters
@@ -31,7 +32,7 @@ __all__ = ["Engine", "Failure", "Output"]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that the engine could not go on with."""
+    """A request that the engine could not continue with."""
 
     request_id: str
     message: str
@@ -74,6 +75,8 @@ class Engine:
         self._inflight: tuple[RunnerOutput, int] | None = None
         self._asleep = False
         self._stepped = 0.0
+        self.calls = 0
+        """Of `step`, so far: the number of the one that runs."""
         self._step_seconds = CALL_SECONDS
         """Of a step that decodes, in the last call that did."""
 
@@ -101,6 +104,7 @@ class Engine:
         first, *others = request.sequences
         self._check_adapter(first.lora)
         first.children = others
+        _mark("queued", request.request_id, tokens=first.num_prompt)
         self.scheduler.add(first)
         self._requests[request.request_id] = request
         if isinstance(request, Request):
@@ -116,16 +120,25 @@ class Engine:
             for completion in request.completions:
                 completion.finish("abort")
             self._drop(request)
+        if request is not None:
+            _mark("aborted", request_id)
 
     def step(self) -> list[Output]:
-        """Go one step on; returns what readers get."""
+        """Go one step on; returns what readers get. Profiles number the calls."""
+        self.calls += 1
+        with StepTraceAnnotation("engine", step_num=self.calls, requests=len(self._requests)):
+            return self._step()
+
+    def _step(self) -> list[Output]:
         if not self._stepped:
             self._stepped = time.monotonic()
         outputs: list[Output] = []
         if self._speculates:  # drafts are made of known tokens: no step ahead
             outputs += self._process()
-            self._propose()
-        plan = self.scheduler.schedule(self._most_steps())
+            with TraceAnnotation("engine/propose"):
+                self._propose()
+        with TraceAnnotation("engine/schedule"):
+            plan = self.scheduler.schedule(self._most_steps())
         sampled, bucket = None, 0
         if plan is not None:
             self._start(plan)
@@ -135,13 +148,14 @@ class Engine:
                 bucket = self.runner.forward(plan, plan.adapters)
         outputs += self._process()
         if plan is not None:
-            self._inflight = (sampled or self._sample(plan, bucket), self.version)
+            with TraceAnnotation("engine/sample"):
+                self._inflight = (sampled or self._sample(plan, bucket), self.version)
         elif not self.scheduler.has_work:
             self._stepped = 0.0
         return outputs
 
     def update_weights(self, weights: Weights, version: int) -> list[Output]:
-        """Go on with other weights; running sequences are computed anew under them.
+        """Continue with other weights; running sequences are recomputed under them.
 
         Tokens sampled so far stay, tagged with the version that made them.
         """
@@ -198,7 +212,7 @@ class Engine:
         return outputs
 
     def wake(self) -> None:
-        """Make the cache again; sequences that were running are computed anew."""
+        """Make the cache again; sequences that were running are recomputed."""
         if self._asleep:
             self.runner.executor.wake()
             self._proposer.wake()
@@ -206,11 +220,17 @@ class Engine:
 
     def _start(self, plan: SchedulerOutput) -> None:
         now = time.monotonic()
+        for sequence in plan.preempted:
+            _mark("preempted", sequence.request_id)
         for sequence in plan.started:
+            if sequence.pooling:
+                _mark("started", sequence.request_id)
             if sequence.pooling or sequence.row is None:
                 continue
             request, completion = self._owner[sequence.id]
-            request.scheduled = request.scheduled or now
+            if not request.scheduled:
+                request.scheduled = now
+                _mark("started", request.request_id)
             params = completion.row_params()
             self.runner.load_row(sequence.row, params)
             self._proposer.start(sequence, params)
@@ -222,7 +242,7 @@ class Engine:
             if sequence.remaining == 1
             and not sequence.num_pending
             and not sequence.pooling
-            # Its first sample has been taken, so that there is something to go on from.
+            # Its first sample has been taken, so that there is something to continue from.
             and len(sequence.tokens) > sequence.num_prompt
             and self._owner[sequence.id][1].may_draft
         ]
@@ -284,7 +304,8 @@ class Engine:
         result, version = self._inflight
         self._inflight = None
         plan = result.plan
-        tokens = result.tokens()
+        with TraceAnnotation("engine/wait"):
+            tokens = result.tokens()
         if self._routed is not None and result.routed is not None:
             self._routed.take(plan, *result.routed)
         stats = self._stats(result)
@@ -318,6 +339,7 @@ class Engine:
             if problem is not None:
                 self._requests.pop(request.request_id, None)
                 self._drop(request)
+                _mark("failed", request.request_id)
                 outputs.append(Failure(request.request_id, problem, broken))
                 touched.pop(request.request_id, None)
                 continue
@@ -361,7 +383,9 @@ class Engine:
             elif completion.last_token_time:
                 for _ in kept:
                     self.observer.inter_token((now - completion.last_token_time) / len(kept))
-        request.first_token = request.first_token or now
+        if not request.first_token:
+            request.first_token = now
+            _mark("first token", request.request_id)
         completion.last_token_time = now
         if completion.finished:
             if self._routed is not None:
@@ -375,6 +399,8 @@ class Engine:
             if request.finished:
                 self._requests.pop(request.request_id, None)
                 self._drop(request)
+                sampled = sum(each.num_tokens for each in request.completions)
+                _mark("finished", request.request_id, tokens=sampled)
             if output is not None:
                 yield output
 
@@ -389,6 +415,7 @@ class Engine:
                 continue  # aborted
             del self._requests[sequence.request_id]
             self.scheduler.finish(sequence)
+            _mark("finished", sequence.request_id, tokens=0)
             if not np.isfinite(row).all():
                 yield Failure(sequence.request_id, _NOT_FINITE, fault=True)
                 continue
@@ -444,6 +471,13 @@ class Engine:
 
 CALL_SECONDS = 0.02
 """Of several steps in one call, at most."""
+
+
+def _mark(event: str, request_id: str, **tokens: int) -> None:
+    """Show in profiles what happens to a request; `fornax.profile.serving` reads it."""
+    with TraceAnnotation(f"request/{event}", request=request_id, **tokens):
+        pass
+
 
 _NOT_FINITE = (
     "the model's output is not a number: its weights or its arithmetic are broken; check the "

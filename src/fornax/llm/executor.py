@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from fornax import kernels
 from fornax.config.errors import EngineError
 from fornax.llm import lora
 from fornax.llm.config import EngineConfig
@@ -96,7 +97,7 @@ class Executor:
         self.sampler: SamplerState = self._put(init_sampler_state(rows, vocab))
         self._rows = jax.tree.structure(self.sampler.rows)
         self.all_allowed = {size: self._put(full_mask(vocab, size)) for size in self.sizes.samples}
-        self.kv: tuple[jax.Array, ...] | None = None
+        self.kv: tuple[kernels.Pages, ...] | None = None
         self.states: DeltaState | None = None
         self.wake()
         self.proposals: Proposals | None = None
@@ -115,17 +116,19 @@ class Executor:
             programs.announce((self._name, *key), program.compile)
 
     def carry_out(self, operation: str, arrays: list[np.ndarray]) -> None:
-        """An operation by name, as `tell` was told of it.
+        """An operation by name, as `tell` sent it.
 
         Raises:
           EngineError: there is no such operation.
         """
         if operation not in OPERATIONS:
-            raise EngineError(f"{operation!r} is no operation of an engine; run one version alike")
+            raise EngineError(
+                f"{operation!r} is not an operation of an engine; run one version alike"
+            )
         getattr(self, operation)(*arrays)
 
     def use(self, state: nnx.State) -> None:
-        """Go on with other arrays of the same model.
+        """Continue with other arrays of the same model.
 
         Raises:
           EngineError: in several processes, of which each would need them.

@@ -35,7 +35,7 @@ class GrammarTimeout(Exception):  # noqa: N818 - the caller says what was too lo
 
 
 class GrammarProcess:
-    """One process, made when it is first needed and anew after it was killed.
+    """One process, made when it is first needed and remade after it was killed.
 
     Calls come from one thread at a time; `close` may come from another.
     """

@@ -1,8 +1,10 @@
 """An engine over several processes: one schedules, the others carry out its operations."""
 
+import contextlib
 import dataclasses
 
 import jax
+from jax.profiler import StepTraceAnnotation
 
 from fornax.config.errors import ConfigError
 from fornax.llm.config import DraftModel, EngineConfig
@@ -11,8 +13,12 @@ from fornax.llm.limits import Limits
 from fornax.mesh import check_processes
 from fornax.mesh.group import Leader, Member, join_group
 from fornax.models import DecoderConfig
+from fornax.profile import CAPTURE, FollowedCaptures
 
-__all__ = ["check_group", "follow", "join_engine"]
+__all__ = ["IDLE", "check_group", "follow", "join_engine"]
+
+IDLE = "idle"
+"""Told, beside the executor's operations, when the engine has no work left."""
 
 
 def check_group(config: EngineConfig) -> None:
@@ -46,13 +52,25 @@ def join_engine(limits: Limits, config: EngineConfig, model: DecoderConfig) -> L
     return join_group({"options": config, "model": model, **own})
 
 
-def follow(executor: Executor, process_0: Member) -> None:
-    """Carry out what process 0 says, with all programs compiled, until it ends the engine.
+def follow(executor: Executor, process_0: Member, captures: FollowedCaptures) -> None:
+    """Carry out what process 0 says, with all programs compiled, until it ends the engine. Profiles
+    number its calls as there: each lasts until the next begins, or none is left.
 
     Raises:
       LinkError: process 0 is gone.
-      EngineError: it says what is no operation.
+      EngineError: it says what is not an operation.
     """
     process_0.report()
-    for operation in process_0.operations():
-        executor.carry_out(operation.name, operation.arrays)
+    number = -1
+    with contextlib.closing(captures), contextlib.ExitStack() as call:
+        for operation in process_0.operations():
+            if operation.name == CAPTURE:
+                captures.carry_out(operation.facts)
+            elif operation.name == IDLE:
+                call.close()
+            else:
+                if operation.facts["call"] != number:
+                    number = operation.facts["call"]
+                    call.close()
+                    call.enter_context(StepTraceAnnotation("engine", step_num=number))
+                executor.carry_out(operation.name, operation.arrays)

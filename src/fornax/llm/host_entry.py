@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fornax.config import ConfigError, EngineError, ServingCode, ServingError, from_mapping
+from fornax.gguf import is_gguf
 from fornax.llm.async_engine import AsyncEngine, EngineDead
 from fornax.llm.host_tensors import INPUTS, OUTPUTS, GenerateRequest, bytes_array, read_request
 from fornax.llm.outputs import RequestOutput
@@ -70,6 +71,10 @@ class V2Request(Protocol):
     def priority(self) -> int:
         """Lower is served earlier."""
 
+    @property
+    def request_id(self) -> str:
+        """Of its whole way; the engine's own id begins with it. Empty: it has none."""
+
 
 class LLMEntry:
     """One language model; see `fornax.serving.backend.StreamingBackend` for its methods."""
@@ -111,7 +116,9 @@ class LLMEntry:
     @property
     def memory(self) -> int:
         """Bytes of the weights' files."""
-        files = (file for pattern in _WEIGHTS for file in self._model.glob(pattern))
+        files = [file for pattern in _WEIGHTS for file in self._model.glob(pattern)]
+        if is_gguf(self._model):
+            files = [self._model]
         return sum(file.stat().st_size for file in files)
 
     def ready(self) -> bool:
@@ -134,8 +141,11 @@ class LLMEntry:
         Raises:
           FornaxError: the model cannot be loaded or served.
         """
-        if not self._model.is_dir():
-            raise ConfigError(f"{self._model} is no folder; give the model's path under `model`")
+        if not self._model.is_dir() and not is_gguf(self._model):
+            raise ConfigError(
+                f"{self._model} is neither a folder nor a GGUF file; give the model's path under "
+                "`model`"
+            )
         model = str(self._model)
         metrics = engine_metrics(model, self._config)
         engine = await asyncio.to_thread(self._build, model, self._config, metrics)
@@ -148,6 +158,7 @@ class LLMEntry:
                 await engine.add_lora(name, path)
         except BaseException:
             await asyncio.to_thread(engine.shutdown)
+            await asyncio.to_thread(metrics.close)
             raise
         self._app = asgi_app(create_app(server))
         self._server = server
@@ -159,10 +170,14 @@ class LLMEntry:
             return
         server.stopping = True
         end = time.monotonic() + drain_seconds
-        while server.engine.num_unfinished and time.monotonic() < end:
+        # A request that is admitted is not in the engine yet while its text is encoded.
+        while server.concurrency.running or server.engine.num_unfinished:
+            if time.monotonic() >= end:
+                break
             await asyncio.sleep(_POLL)
         self._server, self._reason = None, "it was unloaded"
         await asyncio.to_thread(server.engine.shutdown)
+        await asyncio.to_thread(server.metrics.close)
 
     def inputs(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Those of Triton's vLLM backend."""
@@ -216,7 +231,7 @@ class LLMEntry:
         with _serving_errors():
             server, query = self._read(request, in_pieces=False)
             with server.concurrency.admitted():
-                texts = await _complete(server, query, request.priority)
+                texts = await _complete(server, query, request)
         return {"text_output": bytes_array(texts)}
 
     async def stream(
@@ -233,10 +248,10 @@ class LLMEntry:
             server, query = self._read(request, in_pieces=True)
             with server.concurrency.admitted():
                 if not query.stream:
-                    texts = await _complete(server, query, request.priority)
+                    texts = await _complete(server, query, request)
                     yield {"text_output": bytes_array(texts)}, True
                     return
-                new = _stream_texts(server, query, request.priority)
+                new = _stream_texts(server, query, request)
                 async with contextlib.aclosing(new):
                     async for texts, last in new:
                         yield {"text_output": bytes_array(texts)}, last
@@ -258,11 +273,11 @@ class LLMEntry:
         return server, query
 
 
-async def _complete(server: Server, query: GenerateRequest, priority: int) -> list[str]:
+async def _complete(server: Server, query: GenerateRequest, request: V2Request) -> list[str]:
     """The completions of each prompt."""
     encoded = await _encode(server, query)
     tasks = [
-        asyncio.ensure_future(_last(_outputs(server, query, prompt, tokens, priority)))
+        asyncio.ensure_future(_last(_outputs(server, query, prompt, tokens, request)))
         for prompt, tokens in zip(query.prompts, encoded, strict=True)
     ]
     try:
@@ -278,11 +293,11 @@ async def _complete(server: Server, query: GenerateRequest, priority: int) -> li
 
 
 async def _stream_texts(
-    server: Server, query: GenerateRequest, priority: int
+    server: Server, query: GenerateRequest, request: V2Request
 ) -> AsyncGenerator[tuple[list[str], bool]]:
     """What is new of each of the one prompt's completions, and whether it is the last."""
     [tokens] = await _encode(server, query)
-    outputs = _outputs(server, query, query.prompts[0], tokens, priority)
+    outputs = _outputs(server, query, query.prompts[0], tokens, request)
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             texts = [""] * query.params.n
@@ -300,15 +315,15 @@ async def _encode(server: Server, query: GenerateRequest) -> list[list[int]]:
 
 
 async def _outputs(
-    server: Server, query: GenerateRequest, prompt: str, tokens: list[int], priority: int
+    server: Server, query: GenerateRequest, prompt: str, tokens: list[int], request: V2Request
 ) -> AsyncGenerator[RequestOutput]:
     """The engine's outputs; closing them aborts."""
     room = server.encoder.max_new_tokens(tokens, query.params.max_tokens)
     outputs = server.engine.generate(
         tokens,
         dataclasses.replace(query.params, max_tokens=room),
-        request_id=server.engine_id(f"v2-{server.names[0]}"),
-        priority=priority,
+        request_id=server.engine_id(f"v2-{request.request_id or server.names[0]}"),
+        priority=request.priority,
         prompt=prompt,
     )
     try:

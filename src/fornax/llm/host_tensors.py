@@ -78,7 +78,9 @@ def read_request(
             "ModelStreamInfer, or POST /v1/completions"
         )
     if stream and len(prompts) > 1:
-        raise _refuse(f"text_input has {len(prompts)} prompts; with stream=true send one a request")
+        raise _refuse(
+            f"text_input has {len(prompts)} prompts; with stream=true send one per request"
+        )
     echo = not _flag(inputs, "exclude_input_in_output", stream)
     if stream and echo:
         raise _refuse(
@@ -111,12 +113,12 @@ def _params(
         except ValueError as error:
             raise _refuse(f"sampling_parameters is not JSON: {error}") from None
         if not isinstance(given, dict):
-            raise _refuse("sampling_parameters is no JSON object")
+            raise _refuse("sampling_parameters is not a JSON object")
     given = {_OTHER_NAMES.get(name, name): value for name, value in {**parameters, **given}.items()}
     unknown = sorted(given.keys() - _FIELDS)
     if unknown:
         raise _refuse(
-            f"{unknown[0]} is no field of a request; it may have {', '.join(sorted(_FIELDS))}"
+            f"{unknown[0]} is not a field of a request; it may have {', '.join(sorted(_FIELDS))}"
         )
     given = {name: _value(name, value) for name, value in given.items()}
     try:
@@ -137,7 +139,7 @@ def _value(name: str, value: object) -> Any:
     try:
         return json.loads(value)
     except ValueError:
-        raise _refuse(f"{name}={value[:40]!r} is no number, list or truth value") from None
+        raise _refuse(f"{name}={value[:40]!r} is not a number, list or truth value") from None
 
 
 def _texts(name: str, array: np.ndarray) -> list[str]:

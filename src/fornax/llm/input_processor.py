@@ -106,7 +106,7 @@ class InputProcessor:
         numbers, much cheaper than `SamplingParams.logprobs`.
 
         Raises:
-          EngineError: a prompt or parameters that cannot be honoured; it names them.
+          EngineError: a prompt or parameters that is not supported; it names them.
         """
         self._check_prompt(prompt_ids, room=1)
         params.check_for_model(vocab_size=self._vocab, max_logprobs=self._max_logprobs)
@@ -155,7 +155,7 @@ class InputProcessor:
         """Prepare a request for an embedding, for `Engine.add`.
 
         Raises:
-          EngineError: a prompt that cannot be honoured.
+          EngineError: a prompt that is not supported.
         """
         self._check_prompt(prompt_ids, room=0)
         sequence = self._sequences(prompt_ids, request_id, len(prompt_ids), options)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from fornax.config.errors import ConfigError, EngineError
-from fornax.kernels import paged_head_layout
+from fornax.config.host_memory import available_memory
+from fornax.kernels import cache_has_codes, paged_head_layout
 from fornax.llm.config import EngineConfig
 from fornax.llm.devices import DeviceSpec
 from fornax.models import (
@@ -33,6 +34,7 @@ __all__ = [
 
 _LARGEST_PAGE = 64
 _SMALLEST_PAGE_BYTES = 2**14
+_TPU_LANES = 128
 _CPU_CACHE_SHARE = 0.25
 _CPU_CACHE_MOST = 4 << 30
 _STATES_SHARE = 0.1
@@ -50,6 +52,7 @@ class Limits:
     num_pages: tuple[int, ...]
     """Pages of each group of `cache_windows`, page 0, which is never given out, included."""
     cache_dtype: jnp.dtype
+    """Of the pages; int8 and float8_e4m3fn are codes, with a scale for each key and value."""
     cache_heads: tuple[CacheHeads, ...]
     """The heads that pages of each group hold."""
     draft_pages: int = 0
@@ -191,7 +194,7 @@ def _check_room(
     cache = sum(count * size for count, size in zip(pages, sizes, strict=True))
     cache //= config.tensor_parallel_size
     if target.memory is not None:
-        room, where = target.memory - other_bytes, "a device has left beside all else"
+        room, where = target.memory - other_bytes, "a device has left after all else"
     elif target.attached:
         room, where = _host_memory(), "this machine has free"
     else:
@@ -293,16 +296,22 @@ def _state_checkpoints(
 
 def _page_size(platform: str, heads: tuple[CacheHeads, ...], shards: int, dtype: jnp.dtype) -> int:
     """16 tokens; on TPU more where a device's share of a page in one layer would be small: each is
-    fetched by itself, which takes as long as 8 KiB of it."""
+    fetched by itself, which takes as long as 8 KiB of it. The scales of codes fill its lanes."""
     size = 16
     if platform == "tpu" and heads:
-        slot = min(own.numbers for own in heads) * dtype.itemsize // shards
-        while size < _LARGEST_PAGE and size * slot < _SMALLEST_PAGE_BYTES:
+        slot = min(own.token_bytes(dtype) for own in heads) // shards
+        scales = math.gcd(*(own.parts * own.count // shards for own in heads))
+        lanes = _TPU_LANES if cache_has_codes(dtype) else 1
+        while size < _LARGEST_PAGE and (
+            size * slot < _SMALLEST_PAGE_BYTES or size * scales % lanes
+        ):
             size *= 2
     return size
 
 
 def _cache_dtype(config: EngineConfig, weights_dtype: jnp.dtype) -> jnp.dtype:
+    if config.kv_cache_dtype == "fp8":
+        return jnp.dtype(jnp.float8_e4m3fn)
     if config.kv_cache_dtype != "auto":
         return jnp.dtype(config.kv_cache_dtype)
     full = weights_dtype == jnp.float32 and config.quantization is None
@@ -352,11 +361,7 @@ def _budget(config: EngineConfig, other_bytes: int, wanted: int, target: DeviceS
 
 def _host_memory() -> int:
     """Bytes of memory that are free on this machine."""
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return 8 << 30
+    return available_memory() or 8 << 30
 
 
 def divide_pages(budget: int, needs: Sequence[int], sizes: Sequence[int], seqs: int) -> list[int]:

@@ -45,8 +45,8 @@ class LLM:
         """Load a model and compile its steps.
 
         Args:
-          model: a Hugging Face directory, `org/name[@revision]` on the Hub, or a decoder in memory,
-            whose arrays are shared.
+          model: a Hugging Face directory, `org/name[@revision]` on the Hub, a GGUF file, or a
+            decoder in memory, whose arrays are shared.
           tokenizer: a tokenizer or its folder; None takes the one in the model's directory.
           observer: called with the figures of steps and requests.
           **options: fields of `EngineConfig`.
@@ -107,7 +107,7 @@ class LLM:
           priority: one for each, lower goes first, under scheduling_policy "priority".
 
         Raises:
-          EngineError: a request that cannot be honoured; nothing was run then.
+          EngineError: a request that is not supported; nothing was run then.
         """
         many = _as_list(prompts)
         params = sampling_params or self.get_default_sampling_params()
@@ -152,7 +152,7 @@ class LLM:
           sampling_params: see `generate`.
           lora: adapter for all.
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
-          continue_final_message: whether the last message is to be gone on with.
+          continue_final_message: whether the last message is to be continued.
           tools: functions in OpenAI's form.
           chat_template_kwargs: variables for the template.
 
@@ -181,7 +181,7 @@ class LLM:
         """The embedding of each prompt: the final norm's output at its last token, of unit length.
 
         Raises:
-          EngineError: a prompt that cannot be honoured.
+          EngineError: a prompt that is not supported.
         """
         found = []
         for prompt in _as_list(prompts):
@@ -204,10 +204,10 @@ class LLM:
         self._engine.remove_adapter(name)
 
     def update_weights(self, params: object, version: int) -> None:
-        """Go on with other weights of the same model.
+        """Continue with other weights of the same model.
 
         Arrays whose dtype and sharding agree are shared, not copied, except that on one CPU weights
-        are packed anew. The prefix cache is dropped; tokens carry the version that made them.
+        are packed again. The prefix cache is dropped; tokens carry the version that made them.
 
         Args:
           params: a `Decoder`, its `nnx.State`, or the nested mapping of its arrays.

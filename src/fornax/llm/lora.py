@@ -71,7 +71,7 @@ class LoRAWeight:
     def linear(self, x: jax.Array, inputs: int) -> jax.Array:
         """Sum over the last `inputs` axes of x [..., *in], whose others number T together."""
         base = self.base
-        assert not isinstance(base, kernels.GroupedWeight), "those of experts are no linear map"
+        assert not isinstance(base, kernels.GroupedWeight), "those of experts are not linear layers"
         if isinstance(base, jax.Array):
             base = base.astype(x.dtype)
         y = kernels.linear(x, base, inputs=inputs)
@@ -87,7 +87,6 @@ class LoRAWeight:
         """The product of rows sorted by expert, as `models.dispatch.ExpertWeight` says."""
         sizes_E, adapters_T = rows.sizes_E, self.adapters_T
         base = self.base
-        assert not isinstance(base, kernels.PackedWeight), "experts are not packed"
         if isinstance(base, jax.Array):
             base = base.astype(x_RK.dtype)
         y_RN = kernels.grouped_matmul(x_RK, base, sizes_E)

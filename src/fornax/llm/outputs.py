@@ -50,7 +50,7 @@ class CompletionOutput:
     logprobs: list[Mapping[int, Logprob]] | None = None
     """For each of `token_ids`: the sampled token and the most likely ones."""
     finish_reason: str | None = None
-    """None while it goes on; "stop", "length" or "abort"."""
+    """None while it is running; "stop", "length" or "abort"."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended it; None for the end-of-text token and others."""
     versions: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class CompletionOutput:
     token_logprobs: list[float] | None = None
     """For each of `token_ids`: its log probability; None unless the request was admitted so."""
     routed_experts: np.ndarray | None = None
-    """Integers [prompt + output tokens - 1, layers with experts, experts a token], once it has
+    """Integers [prompt + output tokens - 1, layers with experts, experts per token], once it has
     ended: the experts, best first, that each token took; the last token was never read. None unless
     the engine has `enable_return_routed_experts`."""
 

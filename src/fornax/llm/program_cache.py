@@ -10,21 +10,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from fornax import kernels
-from fornax.config import environment
 from fornax.llm.stats import Readiness
 
-__all__ = ["ProgramCache", "keep_compiled"]
+__all__ = ["ProgramCache"]
 
 _log = logging.getLogger("fornax.llm")
-
-
-def keep_compiled() -> None:
-    """Let JAX keep compiled programs on disk, unless the user has chosen where already."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        folder = environment.cache_dir() / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class ProgramCache:

@@ -131,8 +131,8 @@ class Arrays:
 
     state: nnx.State
     """The weights, with adapters if there are any."""
-    kv: tuple[Shape, ...]
-    """The cache's pages, an array for each group."""
+    kv: tuple[kernels.Pages, ...]
+    """The cache's pages, of each group."""
     states: DeltaState | None
     """The states of linear layers, in slots; None where there are none."""
     tables: tuple[Shape, ...]
@@ -179,7 +179,7 @@ def describe_arrays(weights: Weights, limits: Limits, sizes: Sizes, places: int 
     hidden = (limits.max_num_batched_tokens, model.hidden_size)
     return Arrays(
         state=weights.state,
-        kv=tuple(put(one) for one in pages),
+        kv=jax.tree.map(put, pages),
         states=jax.tree.map(put, states),
         tables=(put(table),) * len(pages),
         hidden=put(jax.ShapeDtypeStruct(hidden, where.compute_dtype)),
@@ -200,7 +200,7 @@ class Program:
     donated: tuple[int, ...] = ()
     """Arguments whose memory the results may take."""
     results: object = None
-    """Where results lie, over a mesh: where the next step wants them; None for everywhere."""
+    """Where results lie, over a mesh: where the next step needs them; None for everywhere."""
 
     def lower(self) -> jax.stages.Lowered:
         """Trace it, for its devices' compiler."""
@@ -283,7 +283,7 @@ class _Functions:
 
         def forward(
             leaves: list[jax.Array],
-            kv: tuple[jax.Array, ...],
+            kv: tuple[kernels.Pages, ...],
             states: DeltaState | None,
             tables: tuple[jax.Array, ...],
             hidden: jax.Array,
@@ -324,7 +324,7 @@ class _Functions:
 
         def decode(
             leaves: list[jax.Array],
-            kv: tuple[jax.Array, ...],
+            kv: tuple[kernels.Pages, ...],
             states: DeltaState | None,
             tables: tuple[jax.Array, ...],
             sampler: SamplerState,
@@ -467,7 +467,8 @@ def make_programs(
     found["load row",] = Program(weights, load_row, args, (0,))
     for group, pages in enumerate(kv):
         args = (pages, ints((2, COPIES)))
-        found["copy pages", group] = Program(weights, _copy_pages, args, (0,), pages.sharding)
+        places = kv_places[group]
+        found["copy pages", group] = Program(weights, _copy_pages, args, (0,), places)
     if states is not None:
         args = (states, ints((2, COPIES)))
         found["copy states",] = Program(weights, copy_states, args, (0,), state_places)
@@ -480,7 +481,7 @@ def make_programs(
     return found
 
 
-def _copy_pages(kv_LPSCH: jax.Array, pairs: jax.Array) -> jax.Array:
+def _copy_pages(kv_LPSCH: kernels.Pages, pairs: jax.Array) -> kernels.Pages:
     return kernels.copy_pages(kv_LPSCH, pairs[0], pairs[1])
 
 

@@ -242,7 +242,7 @@ class Completion:
         return pushed.consumed
 
     def _token_ends(self, token: int, count: int) -> str | None:
-        """How the completion ends with its `count`-th token, None if it goes on."""
+        """How the completion ends with its `count`-th token, None if it continues."""
         params = self.params
         if count >= params.min_tokens:
             if token in self.eos and not params.ignore_eos:

@@ -4,7 +4,7 @@ A token is routed once, in the step that computes it; a sequence that finds its 
 prefix cache never computes it. So experts are kept by page as keys and values are, and of each
 running sequence too, for its pages may be given to others before its results are read.
 
-Legend: T tokens of a step, L layers with experts, k experts a token.
+Legend: T tokens of a step, L layers with experts, k experts per token.
 """
 
 from collections.abc import Sequence as Items
@@ -57,7 +57,7 @@ def describe_routed_experts(model: DecoderConfig) -> jax.ShapeDtypeStruct:
 
 
 class RoutedExperts:
-    """The experts that tokens took; a sequence that is computed anew has the newest."""
+    """The experts that tokens took; a sequence that is recomputed has the newest."""
 
     def __init__(self, model: DecoderConfig, limits: Limits) -> None:
         """Know nothing yet.

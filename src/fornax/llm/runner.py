@@ -183,7 +183,8 @@ class Runner:
           adapters: index of an entry to the name of its adapter.
         """
         bucket, vector = self._prepare(plan, adapters or {}, self.buckets)
-        self._take(plan, self.executor.step(np.int32(bucket), vector))
+        with self._annotation("engine/forward", plan, bucket):
+            self._take(plan, self.executor.step(np.int32(bucket), vector))
         if self._mtp:
             self._last = (plan, bucket, vector)
         self._keep_states(plan)
@@ -198,7 +199,9 @@ class Runner:
     ) -> RunnerOutput:
         """Dispatch steps that it `decodes`, with their sampling; see `Executor.decode`."""
         bucket, vector = self._prepare(plan, adapters or {}, self._sizes.decodes)
-        tokens_KT, experts = self.executor.decode(np.int32(bucket), vector, np.int32(plan.steps))
+        with self._annotation("engine/decode", plan, bucket):
+            steps = np.int32(plan.steps)
+            tokens_KT, experts = self.executor.decode(np.int32(bucket), vector, steps)
         self._take(plan, experts)
         self._keep_states(plan)
         return RunnerOutput(plan, None, (), {}, bucket, self._taken, tokens_KT)
@@ -418,6 +421,21 @@ class Runner:
             vector[1, : len(part)] = part
             parts.append(self.executor.score(vector))
         return tuple(parts)
+
+    def _annotation(
+        self, name: str, plan: SchedulerOutput, bucket: int
+    ) -> jax.profiler.TraceAnnotation:
+        """Shows in profiles how much of a call's batch is filled; `fornax.profile.serving` reads
+        it."""
+        return jax.profiler.TraceAnnotation(
+            name,
+            sequences=len(plan.entries),
+            tokens=plan.num_tokens,
+            bucket=bucket,
+            steps=plan.steps,
+            most_sequences=self.limits.max_num_seqs,
+            most_tokens=self.limits.max_num_batched_tokens,
+        )
 
 
 def _starts(plan: SchedulerOutput) -> list[int]:

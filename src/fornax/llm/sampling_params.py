@@ -1,6 +1,6 @@
 """How a request's tokens are chosen, and when they end: vLLM's `SamplingParams`, field by field.
 
-Each field is honoured, or refused with an error that names it (`REFUSED`). Values are checked when
+Each field is supported, or refused with an error that names it (`REFUSED`). Values are checked when
 the object is made; what depends on the model, by `check_for_model`.
 """
 
@@ -118,7 +118,7 @@ class RepetitionDetectionParams:
     min_pattern_size: int = 0
     """Shortest pattern looked for, in tokens; 0 means 1."""
     min_count: int = 0
-    """How often in a row the pattern must stand at the end; at least 2."""
+    """How often in a row the pattern must be at the end; at least 2."""
 
     def __post_init__(self) -> None:
         for name in ("max_pattern_size", "min_pattern_size", "min_count"):
@@ -165,7 +165,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the completion."""
     ignore_eos: bool = False
-    """Goes on after the end-of-text token."""
+    """Continues after the end-of-text token."""
     max_tokens: int | None = 16
     """Longest completion in tokens; None stops at the model's context length."""
     min_tokens: int = 0
@@ -299,7 +299,7 @@ class SamplingParams:
         """From a request's fields: None means the default (but max_tokens=None: no limit).
 
         The keys of `logit_bias` may be text, as JSON has them, and its values are brought into
-        [-100, 100]. Raises `EngineError` like the constructor, and for names that are no fields.
+        [-100, 100]. Raises `EngineError` like the constructor, and for names that are not fields.
         """
         names = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - names):

@@ -47,8 +47,8 @@ class Scheduler:
     """Decides each step. All calls come from one thread, the engine's.
 
     Sequences are in one total order that no waiting changes: by arrival, or by priority plus
-    arrival over `priority_aging_seconds`. Whoever is first in order is never preempted, and the
-    last is preempted first; finitely many sequences come before any one, so none starves.
+    arrival over `priority_aging_seconds`. The sequence that is first in order is never preempted,
+    and the last is preempted first; finitely many sequences come before any one, so none starves.
     """
 
     def __init__(self, config: SchedulerConfig, manager: BlockManager) -> None:
@@ -201,7 +201,7 @@ class Scheduler:
         return budget
 
     def _steps(self, decodes: list[Sequence], most: int) -> int:
-        """How many steps of one call these sequences can decode, if no other wants to run: without
+        """How many steps of one call these sequences can decode, if no other needs to run: without
         one that ends, or passes the place where a state is to be kept, before the last."""
         if self.waiting or len(decodes) < len(self.running):
             return 1
@@ -331,7 +331,7 @@ class Scheduler:
             self._emit(plan, sequence, count, 0)
 
     def _relieve(self, sequence: Sequence, plan: SchedulerOutput) -> None:
-        """Preempt from the last in order until a prompt that is short of pages can go on."""
+        """Preempt from the last in order until a prompt that is short of pages can continue."""
         while self.running[-1] is not sequence and self.manager.room(sequence, plan) < 1:
             self._preempt(self.running[-1])
         self._advance(plan, sequence, self.config.max_num_batched_tokens)

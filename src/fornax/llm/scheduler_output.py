@@ -22,12 +22,13 @@ class Entry:
     drafts: int = 0
     """How many of them, the last ones, are `sequence.drafts[:drafts]`."""
     state: int = 0
-    """Which of its row's states it goes on from, where layers keep any."""
+    """Which of its row's states it continues from, where layers keep any."""
     next_state: int = 0
     """Which of them takes the state after it; with drafts the one after each of its tokens goes to
     another, from 0 on."""
     steps: int = 1
-    """Steps of the call. After the first one the sequence goes on by the token that it sampled."""
+    """Steps of the call. After the first one the sequence continues with the token that it
+    sampled."""
 
     @property
     def stop(self) -> int:

@@ -51,7 +51,7 @@ class Proposer:
 
     def drafted(self, samples: Mapping[int, Sample]) -> Drafted | None:
         """What samples, by index in their plan, are to be checked against; None where drafts are
-        no draws."""
+        not draws."""
 
     def reset(self) -> None:
         """Forget what was computed: the weights or the cache are others now."""
@@ -171,7 +171,7 @@ class DraftProposer(Proposer):
         self._free += self._pages.pop(sequence.id, ())
 
     def reset(self) -> None:
-        """Compute all sequences anew."""
+        """Compute all sequences again."""
         self._seen.clear()
         for sequence in list(self._pages):
             self._free += self._pages.pop(sequence)

@@ -49,11 +49,12 @@ NO_ROW = np.iinfo(np.int32).max
 Bind = Callable[[nnx.State, jax.Array], nnx.State]
 """(state, adapters_T) to a state whose weights know each token's adapter."""
 
+Pages = tuple[kernels.Pages, ...]
 Tables = tuple[jax.Array, ...]
 """The page table of each group, int32 [A, W]; 0 where there is no page."""
 
 
-StepResults = tuple[Tables, DeltaState | None, Tables, jax.Array, jax.Array | None]
+StepResults = tuple[Pages, DeltaState | None, Tables, jax.Array, jax.Array | None]
 """kv, states and tables after a step, its tokens' hidden states and the experts that they took."""
 
 Vector = TypeVar("Vector", jax.Array, np.ndarray)
@@ -152,7 +153,7 @@ def make_step(
 
     def step(
         state: nnx.State,
-        kv: Tables,
+        kv: Pages,
         states: DeltaState | None,
         tables: Tables,
         last_token: jax.Array,
@@ -209,7 +210,7 @@ def make_draft(
     longest: int,
     heads: tuple[CacheHeads, ...],
     count: int,
-) -> Callable[..., tuple[Tables, jax.Array]]:
+) -> Callable[..., tuple[Pages, jax.Array]]:
     """What the model's module for multi-token prediction does after a step, to be compiled.
 
     Args:
@@ -221,30 +222,30 @@ def make_draft(
     Returns:
       A function of (state, kv, tables, hidden [most tokens, D], vector, ends) that returns the
       new kv and tokens proposed, int32 [R, K]. The vector is the step's, with the token after each
-      in the place of each token, and no row where it is not known; `ends` is int32 [2, R], the
+      in place of each token, and no row where it is not known; `ends` is int32 [2, R], the
       place of each sequence's last token in the step, below 0 where nothing is to be proposed, and
       how many tokens its pages have places for: beyond them a page table may hold another's. First
-      the module writes its keys and values of all the step's tokens; then it goes on from each last
-      one, from its own output and by its own most likely tokens, whose keys and values the next
-      step writes anew.
+      the module writes its keys and values of all the step's tokens; then it continues from each
+      last one, from its own output and by its own most likely tokens, whose keys and values the
+      next step writes again.
     """
     windows = cache_windows(weights.config)
 
     def draft(
         state: nnx.State,
-        kv: Tables,
+        kv: Pages,
         tables: Tables,
         hidden: jax.Array,
         vector: jax.Array,
         ends: jax.Array,
-    ) -> tuple[Tables, jax.Array]:
+    ) -> tuple[Pages, jax.Array]:
         parts = layout.cut(vector)
         last_R, places_R = ends
         model: Decoder = weights.merge(state)
 
         def run(
-            kv: Tables, x_TD: jax.Array, tokens_T: jax.Array, parts: dict[str, jax.Array]
-        ) -> tuple[Tables, jax.Array]:
+            kv: Pages, x_TD: jax.Array, tokens_T: jax.Array, parts: dict[str, jax.Array]
+        ) -> tuple[Pages, jax.Array]:
             of_step = [
                 _of_step(table_AW, pages.shape[2], parts)
                 for table_AW, pages in zip(tables, kv, strict=True)

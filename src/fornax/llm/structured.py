@@ -82,7 +82,7 @@ class Grammar:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise EngineError(
-                f"structured output cannot go on ({_first_line(self._matcher.get_error())}): "
+                f"structured output cannot continue ({_first_line(self._matcher.get_error())}): "
                 "simplify the constraint"
             )
 
@@ -204,7 +204,7 @@ class GrammarCompiler:
 
 
 def too_slow(seconds: float) -> EngineError:
-    """What a request is told whose grammar was not compiled in time."""
+    """The error of a request whose grammar was not compiled in time."""
     return EngineError(f"structured_outputs takes more than {seconds:g} s to compile: simplify it")
 
 
@@ -282,7 +282,7 @@ def _from_schema(schema: object, params: StructuredOutputsParams) -> str:
             overrides=options,  # pyrefly: ignore[bad-argument-type]
         )
     except ValueError as error:
-        raise EngineError(f"structured_outputs.json is no JSON schema ({error})") from error
+        raise EngineError(f"structured_outputs.json is not a JSON schema ({error})") from error
 
 
 def _closed(schema: object) -> object:

@@ -1,60 +1,56 @@
-"""The weights as the engine's step wants them: packed on one CPU, divided over a mesh elsewhere."""
+"""The weights as the engine's step takes them: packed on one CPU, divided over a mesh elsewhere."""
 
 import dataclasses
-import functools
+import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from fornax import kernels
 from fornax.config.errors import ConfigError, EngineError
 from fornax.llm.config import EngineConfig
-from fornax.llm.devices import DeviceSpec, attached_devices
+from fornax.llm.devices import DeviceSpec
 from fornax.llm.lora import LoRAWeight
-from fornax.mesh import DEFAULT_RULES, Rules, merge_rules, tree_shardings
+from fornax.llm.packing import (
+    ParamPath,
+    describe_weight,
+    first_layers,
+    is_packed,
+    pack_layers,
+    pack_like,
+    pack_stored,
+    pack_weight,
+)
+from fornax.llm.placement import Placement, place_weights
+from fornax.mesh import tree_shardings
 from fornax.models import (
+    CodeFormat,
     Decoder,
     DecoderConfig,
+    StoredModel,
     abstract_decoder,
-    check_model,
     config_from_hf,
-    load_pretrained,
+    open_pretrained,
     read_config,
+    takes,
 )
-from fornax.models.projection import Projection
 
-__all__ = ["Placement", "Weights", "describe_weights", "load_weights", "local_bytes"]
+__all__ = ["Weights", "describe_weights", "load_weights", "local_bytes"]
 
+_log = logging.getLogger("fornax.llm")
 
-ParamPath = tuple[Hashable, ...]
 ParamsByPath = dict[ParamPath, Any]
 """Arrays by path."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where and how weights lie."""
-
-    mesh: Mesh | None
-    rules: Rules
-    precision: kernels.Precision | None
-    """Precision of packed weights; None: plain arrays."""
-    compute_dtype: jnp.dtype
-    """Of activations."""
-    single: Sharding | None = None
-    """Without a mesh: where everything lies; None for JAX's default device."""
-
-    @property
-    def everywhere(self) -> Sharding | None:
-        """Where arrays lie that are not divided; None for JAX's default device."""
-        return self.single if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+CodeFormats = Mapping[str, CodeFormat | str]
+"""What quantized files hold; see `StoredModel.code_formats`."""
+_FLOATS: CodeFormats = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Weights:
           copy: whether to copy those arrays too, so that the caller may give them up.
 
         Raises:
-          EngineError: names or shapes that are not the model's.
+          EngineError: names or shapes that are not the model's; weights in blocks of a GGUF file.
         """
         given = _of_served(self.config, _by_path(params))
         mine = nnx.to_flat_state(self.state)
@@ -107,7 +103,7 @@ class Weights:
         for path, variable in mine:
             value, now = _find(given, path), variable.get_value()
             if isinstance(now, kernels.PackedWeight):
-                placed.append((path, variable.replace(_pack_like(now, value))))
+                placed.append((path, variable.replace(pack_like(now, value))))
                 continue
             new = jax.device_put(jnp.asarray(value, now.dtype), now.sharding)
             placed.append((path, variable.replace(_copied(new) if copy else new)))
@@ -128,7 +124,7 @@ def load_weights(
 
     Args:
       source: a Hugging Face directory, or a decoder, whose arrays are shared where they need not
-        be laid out anew.
+        be laid out again.
       target: the devices; None for this process's.
 
     Raises:
@@ -139,17 +135,21 @@ def load_weights(
         model_config, model = _served(source.config, config), source
         stored = model.embed.embedding.get_value().dtype
         dtype = stored if config.dtype == "auto" else jnp.dtype(config.dtype)
-        where = _place(config, model_config, dtype, target)
+        where = place_weights(config, model_config, dtype, target)
         return _lay_out(model_config, dtype, where, _by_path(model))
     model_config = _served(config_from_hf(read_config(source), mtp=config.mtp), config)
     asked = None if config.dtype == "auto" else config.dtype
     # Where weights lie depends on their dtype only through what is computed in.
-    where = _place(config, model_config, jnp.dtype(asked or jnp.float32), target)
-    model = load_pretrained(source, dtype=asked, mesh=where.mesh, rules=where.rules, mtp=config.mtp)
-    dtype = model.embed.embedding.get_value().dtype
-    return _lay_out(
-        model_config, dtype, _place(config, model_config, dtype, target), _by_path(model)
+    where = place_weights(config, model_config, jnp.dtype(asked or jnp.float32), target)
+    stored = open_pretrained(
+        source, dtype=asked, mesh=where.mesh, rules=where.rules, mtp=config.mtp
     )
+    where = place_weights(config, model_config, jnp.dtype(stored.dtype), target)
+    formats = _as_served(stored.code_formats(), model_config, config, where)
+    weights = _lay_out(model_config, jnp.dtype(stored.dtype), where, stored, formats)
+    if formats:
+        _log.info("quantized weights of %s: %s", source, _summary(weights, formats))
+    return weights
 
 
 def _served(model: DecoderConfig, config: EngineConfig) -> DecoderConfig:
@@ -168,12 +168,17 @@ def _served(model: DecoderConfig, config: EngineConfig) -> DecoderConfig:
 
 
 def describe_weights(
-    model: DecoderConfig, config: EngineConfig, dtype: jnp.dtype, target: DeviceSpec
+    model: DecoderConfig,
+    config: EngineConfig,
+    dtype: jnp.dtype,
+    target: DeviceSpec,
+    formats: CodeFormats = _FLOATS,
 ) -> Weights:
     """The weights an engine for `target` would have, as shapes: nothing is read or allocated.
 
     Args:
       dtype: that the weights are stored in, where the engine's config does not choose one.
+      formats: the `StoredModel.code_formats` of its files, where they are quantized.
 
     Raises:
       ConfigError, EngineError: a placement that the target cannot have.
@@ -181,150 +186,103 @@ def describe_weights(
     dtype = jnp.dtype(dtype if config.dtype == "auto" else config.dtype)
     model = _served(model, config)
     with kernels.target_platform(target.platform):
-        return _lay_out(model, dtype, _place(config, model, dtype, target), None)
+        where = place_weights(config, model, dtype, target)
+        return _lay_out(model, dtype, where, None, _as_served(formats, model, config, where))
 
 
-def _place(
-    config: EngineConfig,
-    model: DecoderConfig,
-    dtype: jnp.dtype,
-    target: DeviceSpec | None = None,
-) -> Placement:
-    check_model(model, "serve adapters" if config.enable_lora else "serve")
-    if config.speculative_config is not None:
-        check_model(model, "speculation")
-    target = target or attached_devices()
-    size, platform = config.tensor_parallel_size, target.platform
-    if config.quantization is not None and platform != "cpu":
-        raise EngineError(
-            f"quantization={config.quantization} runs on CPU only; leave it out on {platform}"
-        )
-    if config.quantization is not None:
-        check_model(model, "serve quantized")
-    if config.quantization is not None and target.elsewhere:
-        raise EngineError(
-            f"quantization={config.quantization} runs on JAX's first device; give no other devices"
-        )
-    compute = jnp.dtype(jnp.float32) if platform == "cpu" else dtype
-    if size > 1 or target.elsewhere:
-        if target.num_devices < size:
-            has = "this engine has" if target.attached else "there are"
-            raise EngineError(
-                f"tensor_parallel_size={size} and {has} {target.num_devices} devices; give at "
-                "most as many"
-            )
-        return Placement(target.mesh(size), _rules(model, size), None, compute)
-    if platform != "cpu":
-        return Placement(None, DEFAULT_RULES, None, compute, target.single)
-    stored = "float32" if dtype == jnp.float32 else "bfloat16"
-    precision: kernels.Precision = config.quantization or stored
-    return Placement(None, DEFAULT_RULES, precision, compute, target.single)
+def _as_served(
+    formats: CodeFormats, model: DecoderConfig, config: EngineConfig, where: Placement
+) -> CodeFormats:
+    """The formats, or why this engine dequantizes them all."""
+    reason = None
+    if where.precision is None:
+        reason = "packed weights run on one CPU device"
+    elif config.quantization is not None:
+        reason = f"to be rounded again to {config.quantization}"
+    elif not takes(model, "serve quantized"):
+        reason = "this kind of model is served in floats"
+    if reason is not None:
+        return dict.fromkeys(formats, reason)
+    blocks = [path for path, form in formats.items() if isinstance(form, CodeFormat) and form.kinds]
+    missing = kernels.blocks_unavailable() if blocks else None
+    return formats if missing is None else {**formats, **dict.fromkeys(blocks, missing)}
 
 
-def _rules(model: DecoderConfig, size: int) -> Rules:
-    """Rules for dividing over `size` devices: what may not divide is kept whole on each."""
-    widths = [("heads", model.num_heads)]
-    if "mlp" in model.mlps:
-        widths.append(("mlp width", model.intermediate_size))
-    if model.experts is not None:
-        widths.append(("width of an expert", model.experts.intermediate_size))
-    if model.num_mtp_modules:
-        widths.append(("width, twice over, that its module reads", 2 * model.hidden_size))
-    if model.linear is not None:
-        widths.append(("heads of linear layers", model.linear.sharded_heads))
-    for name, count in widths:
-        if count % size:
-            raise ConfigError(
-                f"tensor_parallel_size={size} does not divide the model's {name}, {count}; use a "
-                "divisor of both"
-            )
-    key_heads = {model.kv_shape(kind)[0] for kind in model.layer_kinds()}
-    for count in key_heads:
-        if count % size and size % count:
-            raise ConfigError(
-                f"tensor_parallel_size={size} neither divides the model's {count} key/value "
-                "heads nor is a multiple of them; use a size that is one of the two"
-            )
-    whole: dict[str, tuple[str, ...]] = {}
-    if any(count % size for count in key_heads):
-        whole |= {"kv_heads": (), "activation_kv_heads": ()}
-    if model.vocab_size % size:
-        whole |= {"vocab": (), "activation_vocab": ()}
-    return merge_rules(DEFAULT_RULES, whole)
+def _summary(weights: Weights, formats: CodeFormats) -> str:
+    """Which weights are packed as what, and which are dequantized for what reason."""
+    held = {"/".join(map(str, path)): x.get_value() for path, x in nnx.to_flat_state(weights.state)}
+    said: dict[str, list[str]] = {}
+    for path, form in formats.items():
+        if isinstance(form, str):
+            text = f"dequantized, {form}"
+        elif isinstance(held.get(path), kernels.PackedWeight) and held[path].precision == form[0]:
+            text = f"{form} as stored"
+        else:
+            text = "dequantized, its product reads an array"
+        said.setdefault(text, []).append(path.removesuffix("/kernel"))
+    return "; ".join(f"{', '.join(paths)}: {text}" for text, paths in said.items())
 
 
 def _lay_out(
-    config: DecoderConfig, dtype: jnp.dtype, where: Placement, given: ParamsByPath | None
+    config: DecoderConfig,
+    dtype: jnp.dtype,
+    where: Placement,
+    given: ParamsByPath | StoredModel | None,
+    formats: CodeFormats = _FLOATS,
 ) -> Weights:
-    """Put the given arrays where they belong; None for shapes in their place."""
+    """Put the given arrays, or codes of these formats, where they belong; None for shapes."""
     packed = where.precision is not None
     if packed:
         kernels.build_native()  # all at once, rather than one after the other when they are needed
     untied = dataclasses.replace(config, tie_embeddings=False) if packed else config
     model = abstract_decoder(untied, dtype=dtype, compute_dtype=where.compute_dtype)
     graphdef, state = nnx.split(model)
-    given = None if given is None else _of_served(config, given)
     shardings: ParamsByPath = {}
     if where.mesh is not None:
         shardings = _by_path(tree_shardings(state, where.mesh, where.rules))
     placed = []
     for path, variable in nnx.to_flat_state(state):
-        place = shardings.get(path, where.single)
+        like, place = variable.get_value(), shardings.get(path, where.single)
+        name = "/".join(map(str, path))
+        form = formats.get(name)
+        form = form if isinstance(form, CodeFormat) else None
+        form = form if is_packed(model, path, where, form) else None
         if given is None:
-            value = _describe(model, path, variable.get_value(), where, place)
+            value = describe_weight(model, path, like, where, place, form)
+        elif form is not None:
+            assert isinstance(given, StoredModel), "only files hold codes"
+            value = pack_stored(model, path, like, where, form, given)
+        elif (
+            isinstance(given, StoredModel)
+            and path[0] in ("layers", "mtp")
+            and is_packed(model, path, where)
+        ):
+            value = pack_layers(model, path, like, where, given)
         else:
             value = _find(given, path)
+            if path[0] == "mtp":
+                value = first_layers(value, like.shape[0])
             if place is None and len(value.devices()) > 1:  # a trainer's, over its mesh
                 value = jax.device_put(value, jax.local_devices()[0])
-            if packed and _packs(model, path):
-                value = _pack(model, path, value, where)
+            if is_packed(model, path, where):
+                value = pack_weight(model, path, value, where)
             else:
-                value = jnp.asarray(value, variable.get_value().dtype)
+                value = jnp.asarray(value, like.dtype)
                 value = value if place is None else jax.device_put(value, place)
         placed.append((path, variable.replace(value)))
     return Weights(config, dtype, where, graphdef, nnx.from_flat_state(placed))
 
 
-def _describe(
-    model: Decoder, path: ParamPath, shape: Any, where: Placement, place: Sharding | None
-) -> Any:
-    """What `_lay_out` makes of an array of this shape and dtype."""
-    if where.precision is not None and _packs(model, path):
-        shape = jax.eval_shape(lambda value: _pack(model, path, value, where), shape)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shape)
-
-
-def _pack_like(now: kernels.PackedWeight, value: jax.Array) -> kernels.PackedWeight:
-    """Other values of a packed weight, on the device where it lies."""
-    (device,) = now.values.devices()
-    return kernels.pack(
-        jax.device_put(jnp.asarray(value, now.dtype), device),
-        inputs=len(now.inputs),
-        precision=now.precision,
-        group=now.group,
-        stacked=now.stacked,
-        implementation=now.implementation,
-    )
-
-
 _copied = jax.jit(jnp.copy)
 
 
-def _find(given: ParamsByPath, path: ParamPath) -> jax.Array:
+def _find(given: ParamsByPath | StoredModel, path: ParamPath) -> jax.Array:
+    if isinstance(given, StoredModel):
+        name = "/".join(map(str, path))
+        return given.read(name) if name in given.blocks else given.read("embed/embedding").T
     if path not in given and path[0] == "lm_head":  # packed apart from the table it equals
         return given["embed", "embedding"].T
     return given[path]
-
-
-def _packs(model: Decoder, path: ParamPath) -> bool:
-    """Whether it is the kernel of a projection.
-
-    What latent attention reads as an array stays as it is (`models.latent`), and so does a single
-    output, which would be packed as 32.
-    """
-    owner = functools.reduce(getattr, map(str, path[:-1]), model)
-    is_kernel = isinstance(owner, Projection) and path[-1] == "kernel" and path[-2] != "kv_up"
-    return is_kernel and owner.kernel.shape[-1] > 1
 
 
 _STACKS_OF_EXPERTS = tuple((name, "kernel") for name in ("gate", "up", "down"))
@@ -337,31 +295,11 @@ def _in_place(path: ParamPath, value: Any) -> Any:
         return kernels.StackedScale(values=value)
     if path[:2] != ("layers", "experts") or path[2:] not in _STACKS_OF_EXPERTS:
         return value
+    if isinstance(value, kernels.PackedWeight):
+        return value
     if isinstance(value, LoRAWeight):
         return dataclasses.replace(value, base=_in_place(path, value.base))
     return kernels.GroupedWeight(values=value)
-
-
-_OF_OUTPUTS: dict[kernels.Precision, kernels.Precision] = {"int4": "int8", "mxfp4": "fp8"}
-"""What the output projection has where the layers have 4 bits: its error is each logit's own."""
-
-
-def _pack(
-    model: Decoder, path: ParamPath, value: jax.Array, where: Placement
-) -> kernels.PackedWeight:
-    projection = functools.reduce(getattr, map(str, path[:-1]), model)
-    assert isinstance(projection, Projection), f"{path} is not of a projection"
-    precision = where.precision or "float32"
-    if "router" in projection.kernel.get_metadata()["axes"]:
-        precision = "float32"  # whatever its experts do
-    elif path[0] == "lm_head":
-        precision = _OF_OUTPUTS.get(precision, precision)
-    return kernels.pack(
-        jnp.asarray(value),
-        inputs=projection.num_inputs,
-        precision=precision,
-        stacked=path[0] in ("layers", "mtp"),
-    )
 
 
 def local_bytes(tree: object) -> int:
@@ -378,10 +316,10 @@ def _of_served(model: DecoderConfig, given: ParamsByPath) -> ParamsByPath:
     count = model.num_mtp_modules
     found: ParamsByPath = {}
     for path, value in given.items():
-        if path[0] != "mtp" or count == len(value):
+        if path[0] != "mtp":
             found[path] = value
         elif count:
-            found[path] = value[:count]
+            found[path] = first_layers(value, count)
     return found
 
 

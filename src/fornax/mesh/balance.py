@@ -48,7 +48,7 @@ def balances(length: int, devices: int) -> bool:
 
 
 def balanced_order(devices: int) -> np.ndarray:
-    """Which part of a row lies where: int [2 n], two parts a device."""
+    """Which part of a row lies where: int [2 n], two parts per device."""
     first = np.arange(devices)
     return np.stack([first, 2 * devices - 1 - first], axis=1).reshape(-1)
 

@@ -24,10 +24,22 @@ __all__ = [
     "processes_table",
 ]
 
-USES = ("train", "tune", "plan", "preflight", "serve")
-"""The commands that divide arrays over a mesh, with what they are built of."""
+USES = (
+    "train",
+    "train in 8 bits",
+    "tune",
+    "plan",
+    "preflight",
+    "serve",
+    "train diffusion",
+    "plan diffusion",
+    "serve diffusion",
+)
+"""What divides arrays over a mesh, with what it is built of: commands, training with
+`quant.scheme`, and what denoisers are trained, planned and served with."""
 
-_TRAINER = ("train", "tune", "plan", "preflight")
+_DECODERS = ("train", "train in 8 bits", "tune", "plan", "preflight")
+_TRAINER = (*_DECODERS, "train diffusion", "plan diffusion")
 
 
 class AxisSupport(NamedTuple):
@@ -45,21 +57,30 @@ _AXES: Mapping[str, AxisSupport] = {
     "slice": AxisSupport(
         "the batch, between slices: TPU slices, nodes, processes; or layers, by `mesh.across`",
         _TRAINER,
+        "give its devices to mesh.data",
     ),
-    "data": AxisSupport("the batch; parameters are on every device", _TRAINER),
+    "data": AxisSupport(
+        "the batch; parameters are on every device", (*_TRAINER, "serve diffusion")
+    ),
     "stage": AxisSupport(
         "layers, into the stages of a pipeline; the batch, and all else as `fsdp` does",
         ("train", "plan", "preflight"),
         "give its devices to mesh.fsdp",
     ),
-    "fsdp": AxisSupport("the batch, parameters and optimizer state", _TRAINER),
+    "fsdp": AxisSupport(
+        "the batch, parameters and optimizer state", (*_TRAINER, "serve diffusion")
+    ),
     "expert": AxisSupport(
         "experts; the batch, and all else as `fsdp` does",
-        _TRAINER,
+        _DECODERS,
         "give its devices to mesh.fsdp",
     ),
-    "context": AxisSupport("the length of rows", _TRAINER),
-    "tensor": AxisSupport("heads, widths and vocabulary", USES),
+    "context": AxisSupport("the length of rows", _TRAINER, "give its devices to mesh.tensor"),
+    "tensor": AxisSupport(
+        "heads, widths and vocabulary",
+        (*_DECODERS, "serve", "train diffusion", "serve diffusion"),
+        "give its devices to mesh.fsdp",
+    ),
 }
 
 MESH_AXES = tuple(_AXES)
@@ -83,7 +104,10 @@ class CrossingSupport(NamedTuple):
 
 ACROSS: Mapping[str, CrossingSupport] = {
     "data": CrossingSupport(
-        "the batch; parameters are in every slice", "gradients, once a micro-batch", _TRAINER, {}
+        "the batch; parameters are in every slice",
+        "gradients, once a micro-batch",
+        (*_TRAINER, "serve diffusion"),
+        {},
     ),
     "stage": CrossingSupport(
         "layers, `slice` x `stage` stages of a pipeline; the batch outside them",

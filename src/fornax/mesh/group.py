@@ -105,7 +105,7 @@ class Leader:
             self.lose(error)
 
     def lose(self, error: Exception) -> LinkError:
-        """A process ended, or did not do as the others: nothing can be told any more."""
+        """A process ended, or did not do as the others: no process can be reached any more."""
         with self._heard:
             first = self._lost is None and not self._closed
             if self._lost is None:
@@ -120,15 +120,17 @@ class Leader:
         """Whether all others have reported `what` done."""
         return self._lost is not None or self._done[what] == len(self._peers)
 
-    def wait(self, what: str = "") -> None:
+    def wait(self, what: str = "", seconds: float | None = None) -> None:
         """Return when all others have reported `what` done.
 
         Raises:
           LinkError: one of them ended.
           ClusterError: one of them could not do it.
+          TimeoutError: not all have after this many seconds.
         """
         with self._heard:
-            self._heard.wait_for(lambda: self.done(what))
+            if not self._heard.wait_for(lambda: self.done(what), seconds):
+                raise TimeoutError
             refused = self._refused.get(what)
         if self._lost is not None:
             raise self._lost
@@ -204,7 +206,9 @@ class Member:
                 if frame.kind is Kind.BYE:
                     return
                 if frame.kind is not Kind.STEP:
-                    raise LinkError(f"{frame.kind.name} is nothing that a process is told here")
+                    raise LinkError(
+                        f"{frame.kind.name} is not a message that a process receives here"
+                    )
                 yield Operation(str(frame.facts.get("operation")), _arrays(frame), frame.facts)
 
 

@@ -1,4 +1,5 @@
-"""What the processes of a run agree on: process 0 decides, or each says something and all hear it.
+"""What the processes of a run agree on: process 0 decides, or each says something and all receive
+it.
 
 The functions exchange through devices: all processes call them, in the same order, from the main
 thread. With one process they cost nothing.

@@ -3,8 +3,8 @@
 jax's own client ends the process from C++ when a peer does not come. Meeting first, over a plain
 socket at the coordinator's address, turns that into an exception that says who is missing.
 
-A process says one line, `fornax-join COUNT NUMBER`, and is told to go when all have come. Whoever
-connects and says anything else, or nothing (a port scanner, a health check), is ignored.
+A process says one line, `fornax-join COUNT NUMBER`, and is told to go when all have come. A process
+that connects and says anything else, or nothing (a port scanner, a health check), is ignored.
 """
 
 import re
@@ -142,6 +142,11 @@ class _Gathering:
             self._close(peer)
 
     def _join(self, peer: socket.socket, count: int, number: int) -> None:
+        if _ended(peer):
+            self._close(peer)
+            return
+        if number in self.joined and _ended(self.joined[number]):
+            self._close(self.joined.pop(number))
         if count != self.count or number in self.joined or not 0 < number < count:
             self._close(peer)
             raise ClusterError(
@@ -156,6 +161,17 @@ class _Gathering:
     def _close(self, peer: socket.socket) -> None:
         self._selector.unregister(peer)
         peer.close()
+
+
+def _ended(peer: socket.socket) -> bool:
+    """Whether a process that has said its line has died since: it would say no more."""
+    try:
+        peer.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _report(

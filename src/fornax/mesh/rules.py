@@ -25,6 +25,7 @@ __all__ = [
     "mesh_in_use",
     "named_sharding",
     "partition_spec",
+    "safe_rules",
     "shards",
     "stage_axes",
     "use_mesh",
@@ -36,7 +37,7 @@ Rules = Mapping[str, tuple[str, ...]]
 DEFAULT_RULES: Rules = {
     "batch": ("slice", "data", "stage", "fsdp", "expert"),
     "length": ("context",),
-    "activation_embed": (),
+    "activation_embed": ("tensor",),
     "activation_heads": ("tensor",),
     "activation_kv_heads": ("tensor",),
     "activation_mlp": ("tensor",),
@@ -163,13 +164,37 @@ def _check_divides(
         )
 
 
+def safe_rules(sizes: Mapping[str, int], rules: Rules) -> Rules:
+    """`rules`, with a residual stream that is whole where dividing it makes XLA's products wrong.
+
+    Where as many devices divide the width of weights as divide that of the stream, along other mesh
+    axes, and further axes divide rows, XLA's partitioner multiplies rows of one device by weights
+    meant for another's (jax 0.10.2 and 0.12.0.1; data, fsdp and tensor of 2 each).
+
+    Args:
+      sizes: of the mesh axes.
+      rules: the rule table.
+    """
+    weights, stream = (
+        {axis for axis in rules.get(name, ()) if sizes.get(axis, 1) > 1}
+        for name in ("embed", "activation_embed")
+    )
+    count = math.prod(sizes[axis] for axis in stream)
+    alike = math.prod(sizes[axis] for axis in weights) == count
+    further = math.prod(sizes.values()) > math.prod(sizes[axis] for axis in weights | stream)
+    if stream and stream != weights and alike and further:
+        return {**rules, "activation_embed": ()}
+    return rules
+
+
 _current: ContextVar[tuple[Mesh, Rules] | None] = ContextVar("fornax_mesh", default=None)
 
 
 @contextmanager
 def use_mesh(mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Iterator[None]:
-    """Within the block (tracing included), `constrain` lays activations on `mesh` by `rules`."""
-    token = _current.set((mesh, rules))
+    """Within the block (tracing included), `constrain` lays activations on `mesh` by `safe_rules`
+    of `rules`."""
+    token = _current.set((mesh, safe_rules(mesh.shape, rules)))
     try:
         yield
     finally:

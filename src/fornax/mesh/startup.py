@@ -98,7 +98,7 @@ def _way_out(found: Launched) -> str:
 
 
 def _join(found: Launched, config: ProcessConfig) -> None:
-    """Initialise jax.distributed and refuse to go on alone."""
+    """Initialise jax.distributed and refuse to continue alone."""
     count = found.num_processes
     source = f" (from {found.launcher})" if found.launcher else ""
     if found.coordinator is None or found.process_id is None or count is None:
@@ -163,12 +163,16 @@ def initialize(config: ProcessConfig | None = None) -> None:
         _join(found, config or ProcessConfig())
 
 
-def use_compilation_cache() -> None:
-    """Keep compiled programs between processes, unless a place is set or the user wants none."""
+def use_compilation_cache(least_seconds: float = 0.5) -> None:
+    """Keep compiled programs between processes, unless a place is set or the user turns it off.
+
+    Args:
+      least_seconds: of compilation, of a program that is kept.
+    """
     already = jax.config.jax_compilation_cache_dir  # pyrefly: ignore[missing-attribute]
     if environment.compilation_cache_enabled() and already is None:
-        jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_compilation_cache_dir", str(environment.compiled_dir()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
 
 
 def clear_caches(prefix: str) -> None:
@@ -183,8 +187,8 @@ def clear_caches(prefix: str) -> None:
 def leave() -> bool:
     """Leave the group of processes and give up its devices; `initialize` may join another.
 
-    The sockets between processes close with the devices, and whoever still waits in a collective
-    is free then. Arrays that are held keep the devices, and the sockets, alive.
+    The sockets between processes close with the devices, and a process that still waits in a
+    collective is free then. Arrays that are held keep the devices, and the sockets, alive.
 
     Returns:
       Whether the devices are gone. A process whose devices are not cannot join again.

@@ -8,14 +8,16 @@ from fornax.models.create import abstract_decoder, create_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.experts_config import TRAINING_ONLY, ExpertsConfig
-from fornax.models.families import config_from_hf, config_to_hf
+from fornax.models.families import CodeFormat, Codes, config_from_hf, config_to_hf, formats_table
 from fornax.models.generation import Sampling, generate, stream
 from fornax.models.latent_config import LatentConfig
+from fornax.models.layerwise import Activations, InputRounding, LayerByLayer, ProductInput
 from fornax.models.load import (
-    StoredModel,
     load_pretrained,
     open_pretrained,
     read_config,
+    stored_code_formats,
+    stored_dtypes,
     stored_modules,
 )
 from fornax.models.logprobs import TokenLogprobs, logits_logprobs, token_logprobs
@@ -51,14 +53,18 @@ from fornax.models.state_slots import (
     keeps_states,
     state_bytes,
 )
+from fornax.models.stored import StoredModel
 
 __all__ = [
     "MODEL_USES",
     "REMAT_NAMES",
     "REMAT_POLICIES",
     "TRAINING_ONLY",
+    "Activations",
     "Cache",
     "CacheHeads",
+    "CodeFormat",
+    "Codes",
     "Decoder",
     "DecoderConfig",
     "DeltaState",
@@ -66,7 +72,9 @@ __all__ = [
     "ExpertsConfig",
     "GatedDeltaConfig",
     "GlobalHeads",
+    "InputRounding",
     "LatentConfig",
+    "LayerByLayer",
     "LayerInputConfig",
     "LinearScaling",
     "Llama3Scaling",
@@ -75,6 +83,7 @@ __all__ = [
     "PageTables",
     "PagedCache",
     "PipelineConfig",
+    "ProductInput",
     "QueryScaling",
     "Remat",
     "RematPolicy",
@@ -97,6 +106,7 @@ __all__ = [
     "describe_pages",
     "describe_states",
     "flops_per_token",
+    "formats_table",
     "generate",
     "init_cache",
     "init_pages",
@@ -115,6 +125,8 @@ __all__ = [
     "save_pretrained",
     "stack_layers",
     "state_bytes",
+    "stored_code_formats",
+    "stored_dtypes",
     "stored_modules",
     "stream",
     "takes",

@@ -64,6 +64,7 @@ class AttendOptions:
         return jnp.where(segment_ids_BT == 0, 0, 2 * segment_ids_BT + odd_BT)
 
 
+@jax.named_scope("core_attention")
 def attend_uncached(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
@@ -74,6 +75,10 @@ def attend_uncached(
 ) -> jax.Array:
     """Attend among this pass's own tokens -> o [B, T, N, V]; remat may keep what it takes."""
     documents_BT = options.documents(context.positions_BT, context.segment_ids_BT)
+    keys_BT = documents_BT
+    if context.seen_BT is not None:
+        keys_BT = options.documents(context.positions_BT, context.seen_BT)
+        documents_BT = options.documents(context.positions_BT, jnp.ones_like(context.seen_BT))
     return kernels.attention(
         checkpoint_name(q_BTNH, "query"),
         checkpoint_name(k_BTKH, "key"),
@@ -85,7 +90,7 @@ def attend_uncached(
         consecutive=context.consecutive,
         balanced=context.balanced,
         segment_ids_q_BT=documents_BT,
-        segment_ids_k_BS=documents_BT,
+        segment_ids_k_BS=keys_BT,
         window=options.window,
         softcap=options.softcap,
         sinks_N=sinks_N,
@@ -103,7 +108,7 @@ def grow_queries(q_BTNH: jax.Array, positions_BT: jax.Array, scaling: QueryScali
 
 @dataclass(frozen=True)
 class PassKeys:
-    """Stands in a cache's place in a pass without one, and hands keys and values to later layers.
+    """Takes a cache's place in a pass without one, and hands keys and values to later layers.
 
     It holds those of the pass's own tokens, by the window of the layers that take them, 0 for none.
     """
@@ -164,5 +169,6 @@ class LayerCache:
         sinks_N: jax.Array | None = None,
     ) -> tuple[jax.Array, "LayerCache"]:
         """Attend in this layer; see `KeyValueCache.attend`."""
-        o_BTNH, cache = self.cache.attend(q_BTNH, k_BTKH, v_BTKH, self.place, options, sinks_N)
+        with jax.named_scope("core_attention"):
+            o_BTNH, cache = self.cache.attend(q_BTNH, k_BTKH, v_BTKH, self.place, options, sinks_N)
         return o_BTNH, LayerCache(cache, self.place)

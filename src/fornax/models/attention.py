@@ -19,7 +19,7 @@ from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, project, residual_std
-from fornax.models.rope import apply_rope
+from fornax.models.scope import scoped
 
 __all__ = ["Attention"]
 
@@ -67,6 +67,7 @@ class Attention(nnx.Module):
         self.scale = config.attention_scale
         self.softcap = config.attention_logit_softcap
 
+    @scoped
     def __call__(
         self,
         x_BTD: jax.Array,
@@ -118,7 +119,8 @@ class Attention(nnx.Module):
         if self.clip is not None:
             x_BTNH = jnp.clip(x_BTNH, -self.clip, self.clip)
         if kind.rope != "none":
-            x_BTNH = apply_rope(x_BTNH, context.rotations[kind.rope])
+            with jax.named_scope("rope"):
+                x_BTNH = kernels.rotary_embedding(x_BTNH, *context.rotations[kind.rope])
             if self.unweighted_eps is not None:
                 x_BTNH = _unweighted_norm(x_BTNH, self.unweighted_eps)
         return x_BTNH

@@ -19,9 +19,18 @@ _ENGINE_USES = (
 )
 """What only the engine does."""
 
-MODEL_USES = ("train", "tune", *_ENGINE_USES, "plan", "preflight", "context axis", "stage axis")
+MODEL_USES = (
+    "train",
+    "train in 8 bits",
+    "tune",
+    *_ENGINE_USES,
+    "plan",
+    "preflight",
+    "context axis",
+    "stage axis",
+)
 """What is done with a model. Prefix reuse: prompts that begin alike are read once; where a model
-does not take it, the engine reads them anew. Plan serve: the plan of an engine; plan: of training.
+does not take it, the engine reads them again. Plan serve: the plan of an engine; plan: of training.
 Context axis: a mesh whose `context` divides the length of rows. Stage axis: a pipeline."""
 
 
@@ -34,10 +43,8 @@ class _Part(NamedTuple):
     """Which of `MODEL_USES` do not take it, and what to do in their place."""
 
 
-_ONLY_FORNAX = {
-    "serve quantized": "serve it in bfloat16",
-    "vLLM plugin": "serve it with `fornax serve`",
-}
+_NO_PLUGIN = {"vLLM plugin": "serve it with `fornax serve`"}
+_ONLY_FORNAX = {"serve quantized": "serve it in bfloat16"} | _NO_PLUGIN
 _NO_PIPELINE = {"stage axis": "give its devices to mesh.fsdp or mesh.tensor"}
 _WHOLE_ROWS = {"context axis": "give its devices to mesh.fsdp or mesh.tensor"}
 
@@ -47,16 +54,20 @@ _PARTS = (
         lambda config: "mlp" in config.mlps,
         {},
     ),
-    _Part("mixtures of experts", lambda config: config.experts is not None, _ONLY_FORNAX),
+    _Part(
+        "mixtures of experts",
+        lambda config: config.experts is not None,
+        {"train in 8 bits": "leave quant.scheme out"} | _NO_PLUGIN,
+    ),
     _Part(
         "latent attention",
         lambda config: config.latent is not None,
-        {"serve adapters": "merge the adapter into the model and serve that"} | _ONLY_FORNAX,
+        {"serve adapters": "merge the adapter into the model and serve that"} | _NO_PLUGIN,
     ),
     _Part(
         "chunked attention",
         lambda config: config.attention_chunk is not None,
-        {"vLLM plugin": "serve it with `fornax serve`"},
+        _NO_PLUGIN,
     ),
     _Part(
         "linear attention in every layer",
@@ -112,8 +123,8 @@ _PARTS = (
         lambda config: config.num_mtp_modules > 0,
         {
             "serve adapters": "leave speculation by `mtp` out, or merge the adapter into the model",
-            "vLLM plugin": "serve it with `fornax serve`",
         }
+        | _NO_PLUGIN
         | _NO_PIPELINE,
     ),
     _Part(

@@ -1,10 +1,10 @@
-"""Experts with room for so many tokens of a row: which assignments are dropped.
+"""Experts with room for this many tokens of a row: which assignments are dropped.
 
 The room is that of a row of the batch, so that what is dropped depends neither on the mesh, nor on
 micro-batches, nor on the other rows; tokens get it in the order of their positions, so that it
 depends on no later token either.
 
-Legend: B rows, T tokens of a row, t those of a device, k experts a token, E experts, A = T k
+Legend: B rows, T tokens of a row, t those of a device, k experts per token, E experts, A = T k
 assignments of a row's tokens to experts.
 """
 
@@ -32,7 +32,7 @@ def drop_tokens(
       balanced: whether tokens lie in balanced order over the devices that divide the length.
 
     Returns:
-      The experts, with `num_experts` in the place of those that had no room left.
+      The experts, with `num_experts` in place of those that had no room left.
     """
     B, T = experts_BTk.shape[:2]
     mesh = mesh_in_use()

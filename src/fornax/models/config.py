@@ -99,7 +99,7 @@ class LayerKind:
 
     @property
     def linear(self) -> bool:
-        """Whether it keeps a state of a fixed size in the place of keys and values."""
+        """Whether it keeps a state of a fixed size in place of keys and values."""
         return self.attention in ("gated_delta", "mamba2")
 
     @property

@@ -123,7 +123,7 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, training: bool = Tru
     B, whose 6N + 12LHQT this is). In a linear layer it is 2 for each number of the state and each
     thing done with it: what the key finds (gated DeltaNet), what is written, what is read. The
     causal mask is not discounted, as in PaLM; a window is. Recomputation (remat) does not count.
-    Embedding look-ups are no products; the output projection is one, tied or not. Of experts those
+    Embedding look-ups are not products; the output projection is one, tied or not. Of experts those
     count that a token runs through.
 
     Args:

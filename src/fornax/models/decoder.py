@@ -4,7 +4,7 @@ Legend: B batch, T query tokens, S cache tokens, D model width, V vocabulary.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,7 +42,8 @@ from fornax.models.projection import Embed, Projection
 from fornax.models.remat import Remat, check_remat
 from fornax.models.rope import rotations
 from fornax.models.routing import Routing, routed_experts_dtype
-from fornax.models.scan import run_layers, run_layers_cached
+from fornax.models.scan import run_layers, run_layers_cached, run_layers_keeping
+from fornax.models.scope import scoped
 from fornax.models.stack import stack_decoder_layers
 
 __all__ = ["Decoder", "document_positions"]
@@ -94,6 +95,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_embeddings else _lm_head(config, rngs=rngs, **make)
         self.mtp = make_modules(config, rngs=rngs, **make) if config.num_mtp_modules else None
 
+    @scoped
     def __call__(
         self,
         tokens_BT: jax.Array,
@@ -204,6 +206,66 @@ class Decoder(nnx.Module):
         )
         return x_BTD, routing
 
+    @scoped
+    def hidden_states(
+        self,
+        tokens_BT: jax.Array,
+        mask_BT: jax.Array | None = None,
+        *,
+        layers: Sequence[int],
+        implementation: str | None = None,
+    ) -> jax.Array:
+        """States after chosen layers, as other models take them from a language model.
+
+        Args:
+          tokens_BT: int32 token ids, each row one text, padded on either side.
+          mask_BT: int32, 0 for padding, which no token sees; padding itself sees the tokens before
+            it. None: no padding. Positions count from 0 at the start of a row, padding or not.
+          layers: after how many layers each is taken: 0 for the embeddings; for all of them the
+            final norm's output, as in transformers' `hidden_states`. A negative number counts from
+            that, which is -1.
+          implementation: attention implementation to force.
+
+        Returns:
+          x [B, T, len(layers), D] in the compute dtype.
+
+        Raises:
+          ConfigError: no such layers; a mask for a model whose layers' states pass through padding.
+        """
+        count = self.config.num_layers
+        after = tuple(layer + count + 1 if layer < 0 else layer for layer in layers)
+        if not after or min(after) < 0 or max(after) > count:
+            raise ConfigError(
+                f"layers={list(layers)} of a model with {count} layers; name at least one, from 0, "
+                f"the embeddings, to {count}, the final norm's output, or -1 to {-count - 1} from "
+                "the end"
+            )
+        kinds = self.config.layer_kinds()
+        if mask_BT is not None and any(
+            kind.attention in ("gated_delta", "mamba2") for kind in kinds
+        ):
+            raise ConfigError(
+                "a mask of padding is given to a model with recurrent layers, whose states pass "
+                "through padding; pass rows without padding"
+            )
+        positions_BT = document_positions(tokens_BT.shape, None)
+        context = LayerContext(
+            positions_BT=positions_BT,
+            segment_ids_BT=None,
+            seen_BT=None if mask_BT is None else (mask_BT != 0).astype(jnp.int32),
+            rotations=dict(rotations(self.config, positions_BT)),
+            consecutive=True,
+            exchange=self.config.context_exchange,
+            implementation=implementation,
+        )
+        x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        context = self._with_inputs(context, tokens_BT, x_BTD)
+        with jax.named_scope("layers"):
+            x_BTD, kept = run_layers_keeping(self.layers, kinds, x_BTD, context, after)
+        last_BTD = self.final_norm(x_BTD)
+        found = [last_BTD if at == count else kept[i] for i, at in enumerate(after)]
+        return jnp.stack(found, axis=2)
+
     def hidden_ahead(
         self,
         tokens_BT: jax.Array,
@@ -294,6 +356,7 @@ class Decoder(nnx.Module):
         experts_TLk = jnp.swapaxes(experts_LBTk[:, 0], 0, 1)
         return x_TD, cache, experts_TLk.astype(routed_experts_dtype(self.config.experts))
 
+    @scoped
     def paged_ahead(
         self,
         x_TD: jax.Array,
@@ -310,7 +373,7 @@ class Decoder(nnx.Module):
             before them.
           tokens_T: int32, the token after each.
           positions_T: int32 position of each.
-          cache: pages and where the batch lies in them.
+          cache: pages and where the batch is in them.
           longest: see `paged`.
 
         Returns:
@@ -325,9 +388,11 @@ class Decoder(nnx.Module):
             segment_ids_BT=None,
             rotations=dict(rotations(self.config, positions_BT, longest)),
         )
-        y_BTD, cache = run_first_module_cached(
-            self.mtp, self.config, x_TD[None], self.embed(tokens_T[None]), context, cache
-        )
+        embedded_BTD = self.embed(tokens_T[None])
+        with jax.named_scope("mtp"):
+            y_BTD, cache = run_first_module_cached(
+                self.mtp, self.config, x_TD[None], embedded_BTD, context, cache
+            )
         return y_BTD[0], cache
 
     def output_weights(self) -> jax.Array:
@@ -336,18 +401,23 @@ class Decoder(nnx.Module):
             return self.embed.embedding[...].T
         return self.lm_head.kernel.get_value()
 
+    @scoped
     def logits(self, x_BTD: jax.Array) -> jax.Array:
         """Logits [B, T, V], float32, of the final norm's output."""
-        w_DV = self.output_weights()
-        if isinstance(w_DV, jax.Array):
-            w_DV = w_DV.astype(self.compute_dtype)
-            logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, w_DV, preferred_element_type=jnp.float32)
-        else:
-            logits_BTV = kernels.linear(x_BTD.astype(jnp.float32), w_DV)
-        logits_BTV = constrain(logits_BTV, ("batch", "length", "activation_vocab"))
-        cap = self.config.final_logit_softcap
-        return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
+        with jax.named_scope("lm_head"):
+            w_DV = self.output_weights()
+            if isinstance(w_DV, jax.Array):
+                w_DV = w_DV.astype(self.compute_dtype)
+                logits_BTV = jnp.einsum(
+                    "BTD,DV->BTV", x_BTD, w_DV, preferred_element_type=jnp.float32
+                )
+            else:
+                logits_BTV = kernels.linear(x_BTD.astype(jnp.float32), w_DV)
+            logits_BTV = constrain(logits_BTV, ("batch", "length", "activation_vocab"))
+            cap = self.config.final_logit_softcap
+            return logits_BTV if cap is None else cap * jnp.tanh(logits_BTV / cap)
 
+    @scoped
     def _uncached(
         self,
         tokens_BT: jax.Array,
@@ -403,7 +473,8 @@ class Decoder(nnx.Module):
         if shards(stage_axes(current_rules())) > 1:
             run = functools.partial(run_pipeline, pipeline=pipeline or PipelineConfig())
         kinds = self.config.layer_kinds()
-        x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
+        with jax.named_scope("layers"):
+            x_BTD, routing = run(self.layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
         found = [self.final_norm(x_BTD)]
         if ahead and self.mtp is not None:
 
@@ -412,15 +483,16 @@ class Decoder(nnx.Module):
                 later_BTD = self.embed(balance_ids(later_BT) if balanced else later_BT)
                 return constrain(later_BTD, ("batch", "length", "activation_embed"))
 
-            more, routings = run_modules(
-                self.mtp,
-                self.config,
-                found[0],
-                embedded,
-                context,
-                remat=remat,
-                unroll=unroll,
-            )
+            with jax.named_scope("mtp"):
+                more, routings = run_modules(
+                    self.mtp,
+                    self.config,
+                    found[0],
+                    embedded,
+                    context,
+                    remat=remat,
+                    unroll=unroll,
+                )
             found += more
             if routing is not None:
                 routings.insert(0, routing)
@@ -492,6 +564,7 @@ class Decoder(nnx.Module):
             return context
         return replace(context, layer_inputs_LBTP=self.layer_inputs(tokens_BT, x_BTD))
 
+    @scoped
     def _through(
         self,
         cache: CacheT,
@@ -511,7 +584,10 @@ class Decoder(nnx.Module):
         x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
         context = self._with_inputs(context, tokens_BT, x_BTD)
         kinds = self.config.layer_kinds()
-        x_BTD, cache, experts_LBTk = run_layers_cached(self.layers, kinds, x_BTD, context, cache)
+        with jax.named_scope("layers"):
+            x_BTD, cache, experts_LBTk = run_layers_cached(
+                self.layers, kinds, x_BTD, context, cache
+            )
         return self.final_norm(x_BTD), cache, experts_LBTk
 
 
@@ -540,7 +616,7 @@ def document_positions(shape: tuple[int, ...], segment_ids_BT: jax.Array | None)
 
 
 def _continued_positions(segment_ids_BT: jax.Array, cache: Cache) -> jax.Array:
-    """Positions that go on from the cache: tokens of the same document before each token."""
+    """Positions that continue those in the cache: tokens of the same document before each token."""
     from_cache_BT = jnp.sum(
         segment_ids_BT[:, :, None] == cache.segment_ids_BS[:, None, :], axis=2, dtype=jnp.int32
     )

@@ -9,7 +9,7 @@ __all__ = ["GatedDeltaConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig:
-    """Gated DeltaNet in the place of some layers' attention (Yang, Kautz and Hatamizadeh 2024).
+    """Gated DeltaNet in place of some layers' attention (Yang, Kautz and Hatamizadeh 2024).
 
     A short causal convolution mixes each channel of queries, keys and values over time. Each value
     head has a matrix that maps keys to values, which a token decays, corrects and reads. A gate

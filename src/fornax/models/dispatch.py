@@ -6,7 +6,7 @@ axes of `expert`: a device sends each token to those that have its experts, or a
 of all, run their own experts, and reduce and scatter the outputs. Buffers have room for the worst
 case, min(P, E / k) times what an even load fills; or, where experts have a capacity, for that.
 
-Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token,
+Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts per token,
 P devices that experts are divided over, M tokens of a device, A = M k assignments of a token to an
 expert, R rows that a device's experts run, C tokens of a row that an expert has room for.
 """
@@ -59,8 +59,9 @@ class ExpertWeight(Protocol):
 
 ExpertArrays = dict[str, Any]
 """Parameters of all experts, in the dtype of their products: `gate`, `up` [E, D, F], `down`
-[E, F, D], each an array, an `ExpertWeight` or, on one device, a layer of a `kernels.GroupedWeight`,
-and where they have biases `gate_bias`, `up_bias` [E, F], `down_bias` [E, D]."""
+[E, F, D], each an array, an `ExpertWeight` or, on one device, a layer of a `kernels.GroupedWeight`
+or `kernels.PackedWeight`, and where they have biases `gate_bias`, `up_bias` [E, F], `down_bias`
+[E, D]."""
 
 _AXES: dict[str, tuple[str, ...]] = {
     "gate": ("embed", "mlp"),
@@ -186,7 +187,7 @@ def _run_local(
     M, k = experts_Mk.shape
 
     def room(experts: int, devices: int = 1) -> int:
-        """Rows that so many experts can have of the tokens of so many devices."""
+        """Rows that this many experts can have of the tokens of this many devices."""
         most = M * min(k, experts)
         limited = most if capacity is None else min(most, len(x_BTD) * experts * capacity)
         return devices * limited
@@ -225,6 +226,7 @@ def _run_local(
     return y_MD.reshape(x_BTD.shape)
 
 
+@jax.named_scope("gather")
 def _whole_rows(arrays: ExpertArrays, axes: Axes) -> ExpertArrays:
     """The arrays with D gathered; gradients are summed over its devices, and scattered back."""
     if not axes:
@@ -273,23 +275,25 @@ def _run_sorted(
     rows: int,
     weigh_input: bool,
 ) -> jax.Array:
-    """Sum each token's experts, weighted; those of `num_experts` and above count for nothing, and
+    """Sum each token's experts, weighted; those of `num_experts` and above are not counted, and
     all others are at most `rows`."""
     M, k = experts_Mk.shape
     experts_A, weights_A = experts_Mk.reshape(-1), weights_Mk.reshape(-1, 1)
-    order_A, inverse_A, sizes_E = kernels.sort_by_group(experts_A, num_experts)
-    order_R = order_A[:rows]  # the others are for no expert
-    rows_RD = _spread(x_MD, order_R, inverse_A, k)
-    if weigh_input:
-        rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
-    experts_R = jnp.minimum(experts_A[order_R], num_experts - 1)
+    with jax.named_scope("dispatch"):
+        order_A, inverse_A, sizes_E = kernels.sort_by_group(experts_A, num_experts)
+        order_R = order_A[:rows]  # the others are for no expert
+        rows_RD = _spread(x_MD, order_R, inverse_A, k)
+        if weigh_input:
+            rows_RD = rows_RD * _permute(weights_A, order_R, inverse_A).astype(rows_RD.dtype)
+        experts_R = jnp.minimum(experts_A[order_R], num_experts - 1)
     y_RD = multiply(rows_RD, SortedRows(sizes_E, experts_R, order_R // k))
-    y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
-    if not weigh_input:
-        y_AD = y_AD * weights_A
-    is_chosen_A1 = experts_A[:, None] < num_experts
-    y_MD = jnp.sum(jnp.where(is_chosen_A1, y_AD, 0).reshape(M, k, -1), axis=1)
-    return y_MD.astype(x_MD.dtype)
+    with jax.named_scope("combine"):
+        y_AD = _permute(y_RD, inverse_A, order_R).astype(jnp.float32)
+        if not weigh_input:
+            y_AD = y_AD * weights_A
+        is_chosen_A1 = experts_A[:, None] < num_experts
+        y_MD = jnp.sum(jnp.where(is_chosen_A1, y_AD, 0).reshape(M, k, -1), axis=1)
+        return y_MD.astype(x_MD.dtype)
 
 
 def _multiply(
@@ -302,18 +306,25 @@ def _multiply(
     """Each row through its expert; rows for no expert come last, and their results mean nothing."""
 
     def product(x: jax.Array, w: Any, bias: jax.Array | None) -> jax.Array:
-        if isinstance(w, jax.Array | kernels.GroupedWeight):
+        if isinstance(w, jax.Array | kernels.GroupedWeight | kernels.PackedWeight):
             y = kernels.grouped_matmul(x, w, rows.sizes_E)
         else:
             y = w.grouped(x, rows)
         return y if bias is None else y + bias[rows.experts_R]
 
-    gate_RF = checkpoint_name(product(rows_RD, arrays["gate"], arrays.get("gate_bias")), "mlp_gate")
-    up_RF = checkpoint_name(product(rows_RD, arrays["up"], arrays.get("up_bias")), "mlp_up")
+    with jax.named_scope("gate"):
+        gate_RF = product(rows_RD, arrays["gate"], arrays.get("gate_bias"))
+    with jax.named_scope("up"):
+        up_RF = product(rows_RD, arrays["up"], arrays.get("up_bias"))
+    gate_RF, up_RF = checkpoint_name(gate_RF, "mlp_gate"), checkpoint_name(up_RF, "mlp_up")
     bias = arrays.get("down_bias")
     if bias is not None and width_axes:
         bias = bias * (jax.lax.axis_index(width_axes) == 0)
-    return checkpoint_name(product(activate(gate_RF, up_RF), arrays["down"], bias), "expert_down")
+    with jax.named_scope("activation"):
+        h_RF = activate(gate_RF, up_RF)
+    with jax.named_scope("down"):
+        y_RD = product(h_RF, arrays["down"], bias)
+    return checkpoint_name(y_RD, "expert_down")
 
 
 def _multiply_elsewhere(

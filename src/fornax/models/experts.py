@@ -1,6 +1,6 @@
 """A mixture of experts in the MLP's place.
 
-Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token,
+Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts per token,
 M = B T, A = M k assignments of a token to an expert.
 """
 
@@ -23,6 +23,7 @@ from fornax.models.mlp import MLP, GatedActivation
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, draw, residual_std
 from fornax.models.routing import Choice, Routing, choose, count_routing
+from fornax.models.scope import scoped
 
 __all__ = ["ExpertProjection", "Experts", "SelectionBias"]
 
@@ -32,7 +33,7 @@ class SelectionBias(nnx.Variable):
 
 
 class ExpertProjection(nnx.Module):
-    """One linear map for each expert.
+    """One linear layer for each expert.
 
     Attributes:
       kernel: [E, inputs, outputs].
@@ -59,7 +60,9 @@ class ExpertProjection(nnx.Module):
         zeros = jnp.zeros((num_experts, outputs[1]), dtype)
         self.bias = nnx.Param(zeros, axes=("expert", outputs[0])) if bias else None
 
-    def weight(self, dtype: DTypeLike) -> jax.Array | kernels.GroupedWeight | ExpertWeight:
+    def weight(
+        self, dtype: DTypeLike
+    ) -> jax.Array | kernels.GroupedWeight | kernels.PackedWeight | ExpertWeight:
         """What computes its products in a dtype: the kernel, or a weight that knows its own."""
         kernel = self.kernel.get_value()
         return kernel.astype(dtype) if isinstance(kernel, jax.Array) else kernel
@@ -115,6 +118,7 @@ class Experts(nnx.Module):
         self.expert_scale = ones() if separate else None
         self.shared_gate = gate(std=config.initializer_range) if experts.shared_gate else None
 
+    @scoped
     def __call__(
         self, x_BTD: jax.Array, context: LayerContext, residual_BTD: jax.Array | None = None
     ) -> tuple[jax.Array, Routing]:
@@ -180,12 +184,13 @@ class Experts(nnx.Module):
         that of `choose`."""
         logits_ME = self.router(x_MD)
         bias_E = None if self.selection_bias is None else self.selection_bias[...]
-        choice = choose(logits_ME, self.config, bias_E, given_Mk)
-        if self.expert_scale is not None:
-            scale_E = self.expert_scale[...].astype(jnp.float32)
-            weights_Mk = choice.weights_Mk * scale_E[choice.experts_Mk]
-            choice = dataclasses.replace(choice, weights_Mk=weights_Mk)
-        return choice, count_routing(logits_ME, choice, is_token_M)
+        with jax.named_scope("router"):
+            choice = choose(logits_ME, self.config, bias_E, given_Mk)
+            if self.expert_scale is not None:
+                scale_E = self.expert_scale[...].astype(jnp.float32)
+                weights_Mk = choice.weights_Mk * scale_E[choice.experts_Mk]
+                choice = dataclasses.replace(choice, weights_Mk=weights_Mk)
+            return choice, count_routing(logits_ME, choice, is_token_M)
 
     def _arrays(self) -> ExpertArrays:
         """The experts' parameters in the compute dtype."""

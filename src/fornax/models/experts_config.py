@@ -88,7 +88,7 @@ class ExpertsConfig:
     is."""
 
     def capacity(self, tokens: int) -> int | None:
-        """C, of a row of so many tokens; None where nothing is dropped."""
+        """C, of a row of this many tokens; None where nothing is dropped."""
         if self.capacity_factor is None:
             return None
         # As it is written: of 1.1 a row of 10 tokens is 11, where the nearest binary number is more

@@ -1,10 +1,10 @@
-"""Linear attention, whose state has a fixed size, in the place of attention: what its rules share,
+"""Linear attention, whose state has a fixed size, in place of attention: what its rules share,
 and Gated DeltaNet.
 
 Without a cache all tokens go at once, in chunks; a document is a run of equal segment ids and
-starts anew. A cache keeps each row's state after its last token (padding leaves it as it is): a
-document goes on where it was, until another one begins in its row. Beside pages the states of the
-sequences of a ragged batch lie in slots.
+starts from scratch. A cache keeps each row's state after its last token (padding leaves it as it
+is): a document continues where it was, until another one begins in its row. Beside pages the states
+of the sequences of a ragged batch lie in slots.
 
 Legend: B batch, T tokens, D model width, K key heads (groups of Mamba-2), R value heads of a key
 head, H key width, V value width, W width of the convolutions, X channels of a head.
@@ -29,6 +29,7 @@ from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.paged_cache import PagedCache
 from fornax.models.projection import Projection, draw, project, residual_std
+from fornax.models.scope import scoped
 
 __all__ = [
     "GatedDeltaNet",
@@ -63,7 +64,7 @@ class ShortConvolution(nnx.Module):
         width: int,
         *,
         bias: bool,
-        activation: str,
+        activation: kernels.Activation,
         rngs: nnx.Rngs,
         dtype: DTypeLike,
     ):
@@ -84,6 +85,7 @@ class ShortConvolution(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes) if bias else None
         self.activation = activation
 
+    @scoped
     def __call__(
         self, x_BTKX: jax.Array, run_BT: jax.Array, before_BWKX: jax.Array | None
     ) -> jax.Array:
@@ -93,7 +95,7 @@ class ShortConvolution(nnx.Module):
           x_BTKX: the channels.
           run_BT: int32 number of each token's document in its row; a token sees its own. 0 is the
             one that `before_BWKX` is of.
-          before_BWKX: the W - 1 tokens before; None for nothing.
+          before_BWKX: the W - 1 tokens before; None for zeros.
         """
         length, width = x_BTKX.shape[1], self.kernel[...].shape[2]
         whole = _preceded(x_BTKX, before_BWKX, width)
@@ -103,17 +105,13 @@ class ShortConvolution(nnx.Module):
             seen_BT = runs[:, place : place + length] == run_BT
             there_BTKX = whole[:, place : place + length]
             taps.append(jnp.where(seen_BT[:, :, None, None], there_BTKX, 0))
-        return self.weigh(tuple(taps))
+        return kernels.weigh_taps(tuple(taps), *self.parameters)
 
-    def weigh(self, taps: tuple[jax.Array, ...]) -> jax.Array:
-        """Apply to what each place sees: W arrays [..., K, X], the oldest tokens' first."""
-        kernel_KXW = self.kernel[...].astype(jnp.float32)
-        y = jnp.zeros(taps[0].shape, jnp.float32)
-        for place, there in enumerate(taps):
-            y = y + there.astype(jnp.float32) * kernel_KXW[:, :, place]
-        if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32)
-        return kernels.ACTIVATIONS[self.activation](y).astype(taps[0].dtype)
+    @property
+    def parameters(self) -> tuple[jax.Array, jax.Array | None, kernels.Activation]:
+        """Kernel, bias or None, and the activation."""
+        bias = None if self.bias is None else self.bias[...]
+        return self.kernel[...], bias, self.activation
 
 
 def _preceded(x_BTKX: jax.Array, before_BWKX: jax.Array | None, width: int) -> jax.Array:
@@ -155,6 +153,7 @@ class LinearAttention(nnx.Module):
         """y [B, T, D] of what the rule read."""
         raise NotImplementedError
 
+    @scoped
     def __call__(
         self,
         x_BTD: jax.Array,
@@ -186,7 +185,7 @@ class LinearAttention(nnx.Module):
           x_BTD: the tokens.
           starts_BT: bool, whether a token begins a document.
           state: of the tokens before.
-          count_B: int32, how many tokens of a row are no padding; they come first.
+          count_B: int32, how many tokens of a row are not padding; they come first.
         """
         inputs, past = self._projected(x_BTD)
         run_BT = jnp.cumsum(starts_BT.astype(jnp.int32), axis=1)
@@ -195,11 +194,13 @@ class LinearAttention(nnx.Module):
             convolve(x, run_BT, seen)
             for convolve, x, seen in zip(self._convolutions(), inputs, before, strict=True)
         )
-        o_BTKRV, memory_BKRHV = kernels.gated_delta_rule(
-            *self._operands(mixed, past, count_B),
-            starts_BT=starts_BT,
-            state_BKRHV=None if state is None else state.memory_BKRHV,
-        )
+        operands = self._operands(mixed, past, count_B)
+        with jax.named_scope("recurrence"):
+            o_BTKRV, memory_BKRHV = kernels.gated_delta_rule(
+                *operands,
+                starts_BT=starts_BT,
+                state_BKRHV=None if state is None else state.memory_BKRHV,
+            )
         y_BTD = self._output(checkpoint_name(o_BTKRV, "attention"), mixed, past)
         if state is None or count_B is None:
             return y_BTD, None
@@ -212,7 +213,7 @@ class LinearAttention(nnx.Module):
     def _continue(
         self, x_BTD: jax.Array, context: LayerContext, cache: LayerCache
     ) -> tuple[jax.Array, LayerCache]:
-        """Go on from the state that the cache keeps; padding between tokens is skipped."""
+        """Continue from the state that the cache keeps; padding between tokens is skipped."""
         whole, ids_BT = cache.cache, context.segment_ids_BT
         if isinstance(whole, PagedCache):
             return self._step(x_BTD, whole, cache.place)
@@ -236,19 +237,23 @@ class LinearAttention(nnx.Module):
     def _step(
         self, x_1TD: jax.Array, cache: PagedCache, place: Place
     ) -> tuple[jax.Array, LayerCache]:
-        """Go on from the slots of a ragged batch's sequences."""
+        """Continue from the slots of a ragged batch's sequences."""
         slots = cache.states
         assert slots is not None, "the cache is of a model without linear layers"
         inputs, past = self._projected(x_1TD)
-        channels = tuple(x_1TKX[0] for x_1TKX in inputs)
-        before, convolutions = slots.before(place.layer), self._convolutions()
-        mixed = tuple(
-            convolve.weigh(slots.taps(x_TKX, before_UWKX))[None]
-            for convolve, x_TKX, before_UWKX in zip(convolutions, channels, before, strict=True)
-        )
+        with jax.named_scope("convolutions"):
+            found = [
+                slots.convolve(place.layer, index, x_1TKX[0], *convolution.parameters)
+                for index, (convolution, x_1TKX) in enumerate(
+                    zip(self._convolutions(), inputs, strict=True)
+                )
+            ]
+        mixed = tuple(y_TKX[None] for y_TKX, _ in found)
         operands = jax.tree.map(lambda x_1T: x_1T[0], self._operands(mixed, past, None))
-        o_TKRV, memory_LAKRHV = slots.read_and_write(place.layer, *operands)
-        slots = slots.keep(place.layer, channels, before, memory_LAKRHV)
+        with jax.named_scope("recurrence"):
+            o_TKRV, memory_LAKRHV = slots.read_and_write(place.layer, *operands)
+        stacks = DeltaState(tuple(stack_LAWKX for _, stack_LAWKX in found), memory_LAKRHV)
+        slots = replace(slots, stacks=stacks)
         y_1TD = self._output(o_TKRV[None], mixed, past)
         return y_1TD, LayerCache(replace(cache, states=slots), place)
 
@@ -262,7 +267,7 @@ class GatedDeltaNet(LinearAttention):
       v: values, those of a key head's R heads one behind the other; so are the next one's.
       gate: what multiplies the normalised result, through silu.
       beta: how far a token corrects the state, through a sigmoid.
-      decay: how much of the state it lets go, through a softplus, biased.
+      decay: how much of the state it forgets, through a softplus, biased.
       q_conv: convolution of the queries.
       k_conv: of the keys.
       v_conv: of the values.

@@ -35,7 +35,7 @@ class Sampling:
     temperature: float = 0.0
     """Logits are divided by it before drawing; 0 takes the most likely token."""
     top_k: int | None = None
-    """Draw among so many most likely tokens; null: among all."""
+    """Draw among this many most likely tokens; null: among all."""
     top_p: float = 1.0
     """Draw among the fewest tokens whose probabilities reach this sum (Holtzman et al. 2020)."""
     seed: int = 0
@@ -154,7 +154,7 @@ def _steps(
 
 
 def _rope_switch(config: DecoderConfig, longest: int) -> int | None:
-    """After how many new tokens the keys must be made anew, with LongRoPE's other frequencies."""
+    """After how many new tokens the keys must be recomputed, with LongRoPE's other frequencies."""
     for rope in (config.rope, config.local_rope):
         if rope is not None and isinstance(rope.scaling, LongRopeScaling):
             room = rope.scaling.original_max_position_embeddings - longest
@@ -168,7 +168,7 @@ def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) ->
         raise ConfigError(f"max_tokens={max_tokens} must be 1 or more")
     for number, prompt in enumerate(prompts):
         if len(prompt) == 0:
-            raise ConfigError(f"prompt {number} is empty; give at least one token to go on from")
+            raise ConfigError(f"prompt {number} is empty; give at least one token to continue from")
         outside = [t for t in prompt if not 0 <= t < config.vocab_size]
         if outside:
             raise ConfigError(
@@ -234,7 +234,8 @@ def _programs(
 
 
 def _draw(logits_BV: jax.Array, key: jax.Array, top_k: int | None, top_p: jax.Array) -> jax.Array:
-    """One token a row, among the most likely ones; a row's draw does not depend on the others'."""
+    """One token per row, among the most likely ones; a row's draw does not depend on the
+    others'."""
     order_BV = jnp.argsort(-logits_BV, axis=-1)
     if top_k is not None:
         order_BV = order_BV[:, :top_k]

@@ -17,13 +17,14 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fornax.kernels import rotary_embedding
 from fornax.mesh import constrain
 from fornax.models.attend import AttendOptions, LayerCache, attend_uncached, grow_queries
 from fornax.models.config import DecoderConfig, LayerKind
 from fornax.models.context import LayerContext
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, project, residual_std
-from fornax.models.rope import apply_rope
+from fornax.models.scope import scoped
 
 __all__ = ["LatentAttention"]
 
@@ -80,6 +81,7 @@ class LatentAttention(nnx.Module):
         self.softcap = config.attention_logit_softcap
         self.compute_dtype = compute_dtype
 
+    @scoped
     def __call__(
         self,
         x_BTD: jax.Array,
@@ -114,8 +116,9 @@ class LatentAttention(nnx.Module):
         if kind.rope != "none":
             rotation = context.rotations[kind.rope]
             q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.config.unrotated_dim], axis=-1)
-            q_BTNH = jnp.concatenate([q_BTNU, apply_rope(q_BTNP, rotation)], axis=-1)
-            shared_BT1P = apply_rope(shared_BT1P, rotation)
+            with jax.named_scope("rope"):
+                q_BTNH = jnp.concatenate([q_BTNU, rotary_embedding(q_BTNP, *rotation)], axis=-1)
+                shared_BT1P = rotary_embedding(shared_BT1P, *rotation)
         scaling = self.query_scaling
         if scaling is not None and (scaling.layers == "all" or kind.rope == "none"):
             q_BTNH = grow_queries(q_BTNH, context.positions_BT, scaling)
@@ -134,14 +137,17 @@ class LatentAttention(nnx.Module):
         up_RNX = self._up()
         up_RNU, up_RNV = jnp.split(up_RNX, [self.config.unrotated_dim], axis=-1)
         q_BTNU, q_BTNP = jnp.split(q_BTNH, [self.config.unrotated_dim], axis=-1)
-        q_BTNR = jnp.einsum("BTNU,RNU->BTNR", q_BTNU, up_RNU)
+        with jax.named_scope("kv_up"):
+            q_BTNR = jnp.einsum("BTNU,RNU->BTNR", q_BTNU, up_RNU)
         o_BTNR, cache = cache.attend(
             jnp.concatenate([q_BTNR, q_BTNP], axis=-1),
             jnp.concatenate([latent_BTR[:, :, None], shared_BT1P], axis=-1),
             None,
             self._options(kind),
         )
-        return jnp.einsum("BTNR,RNV->BTNV", o_BTNR[..., : latent_BTR.shape[2]], up_RNV), cache
+        with jax.named_scope("kv_up"):
+            o_BTNV = jnp.einsum("BTNR,RNV->BTNV", o_BTNR[..., : latent_BTR.shape[2]], up_RNV)
+        return o_BTNV, cache
 
     def _options(self, kind: LayerKind) -> AttendOptions:
         return AttendOptions(

@@ -15,6 +15,7 @@ from fornax import kernels
 from fornax.models.config import DecoderConfig
 from fornax.models.norm import RMSNorm
 from fornax.models.projection import Projection, draw, residual_std
+from fornax.models.scope import scoped
 
 __all__ = ["LayerInput", "LayerInputs", "LayerScale"]
 
@@ -57,6 +58,7 @@ class LayerInputs(nnx.Module):
         self.layers = config.num_layers
         self.compute_dtype = compute_dtype
 
+    @scoped
     def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
         """Inputs [L, B, T, P] of tokens whose embeddings are x, in the compute dtype."""
         split = (*tokens_BT.shape, self.layers, -1)
@@ -92,6 +94,7 @@ class LayerInput(nnx.Module):
         self.norm = RMSNorm((config.hidden_size,), config, dtype=dtype)
         self.activation = config.activation
 
+    @scoped
     def __call__(self, x_BTD: jax.Array, input_BTP: jax.Array) -> jax.Array:
         """What is added to the residual stream [B, T, D]."""
         gate_BTP = self.gate(x_BTD)
@@ -106,6 +109,7 @@ class LayerScale(nnx.Module):
         """Make the number, 1."""
         self.scale = nnx.Param(jnp.ones((1,), dtype), axes=("norm",))
 
+    @scoped
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Scale x [B, T, D]."""
         return x_BTD * self.scale[...].astype(x_BTD.dtype)

@@ -26,6 +26,7 @@ from fornax.models.mamba import Mamba2
 from fornax.models.mlp import MLP
 from fornax.models.norm import RMSNorm
 from fornax.models.routing import Routing
+from fornax.models.scope import scoped
 
 __all__ = ["DecoderLayer", "make_layer"]
 
@@ -59,6 +60,7 @@ class DecoderLayer(nnx.Module):
         """The parts that there are, by attribute."""
         return {name: part for name, part in vars(self).items() if isinstance(part, nnx.Module)}
 
+    @scoped
     def __call__(
         self,
         x_BTD: jax.Array,

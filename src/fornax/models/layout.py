@@ -2,7 +2,7 @@
 
 A projection's kernel [*inputs, *outputs] is their matrix [outputs, inputs]; a table, and a tensor
 of all experts, is as it is; a convolution's kernel [*channels, width] is [channels, 1, width];
-everything else is flattened. A layer's tensors lie behind one another in our stack.
+everything else is flattened. A layer's tensors lie one after another in our stack.
 """
 
 import functools
@@ -20,7 +20,16 @@ from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
 from fornax.models.families.family import ExpertsTensor, GroupedRows, MTPFiles, TensorName
 
-__all__ = ["Block", "Slot", "TensorLayout", "flat_variables", "plan_copies", "plan_layout"]
+__all__ = [
+    "Block",
+    "Slot",
+    "TensorLayout",
+    "by_expert",
+    "flat_variables",
+    "num_inputs",
+    "plan_copies",
+    "plan_layout",
+]
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Slot:
     shape: tuple[int, ...]
     """Shape without the axes of layers and experts."""
     num_inputs: int
-    """Leading axes of a kernel that are summed over; 0 for what is no kernel."""
+    """Leading axes of a kernel that are summed over; 0 for what is not a kernel."""
     expert: int | None = None
     """Which expert's it is, where each has a tensor of its own."""
     as_is: bool = False
@@ -43,6 +52,11 @@ class Slot:
     """Whether what is as it is has its last two axes exchanged."""
     depthwise: bool = False
     """Whether it is the kernel of a convolution of each channel by itself."""
+
+    @property
+    def of_all_experts(self) -> bool:
+        """Whether it is the kernel of all experts, in one tensor."""
+        return self.as_is and self.path.endswith("/kernel")
 
     @property
     def index(self) -> tuple[int, ...]:
@@ -98,6 +112,11 @@ class Block:
         """What it takes of the stored tensor; a view, unless of several groups."""
         taken = self._by_group(stored)[self._index]
         return taken if self.groups == 1 else taken.reshape(-1, *stored.shape[1:])
+
+    def cut_experts(self, stored: np.ndarray) -> np.ndarray:
+        """What it takes of a stored tensor of all experts' kernels: a view [E, outputs, inputs]."""
+        taken = self.cut(stored)
+        return taken if self.slot.transposed else taken.swapaxes(-1, -2)
 
     def put(self, stored: np.ndarray, part: np.ndarray) -> None:
         """Write what it takes into the stored tensor, in place."""
@@ -169,6 +188,25 @@ def plan_layout(model: Decoder, names: Mapping[str, TensorName]) -> list[TensorL
     ]
 
 
+def by_expert(tensor: TensorLayout) -> list[TensorLayout]:
+    """The matrices that quantized files have in place of a kernel of all experts: one [outputs,
+    inputs] for each part of each expert, named as linear layers are, such as experts.3.gate_proj.
+
+    Returns:
+      The parts in order, the experts of each in order; none when the tensor is no such kernel.
+    """
+    found = []
+    prefix = tensor.name.rpartition(".")[0]
+    for slot in (block.slot for block in tensor.blocks if block.slot.of_all_experts):
+        part = slot.path.split("/")[-2]
+        for expert in range(slot.shape[0]):
+            own = Slot(slot.path, slot.layer, slot.shape[1:], 1, expert)
+            rows, _ = own.stored_shape
+            name = f"{prefix}.{expert}.{part}_proj.weight"
+            found.append(TensorLayout(name, own.stored_shape, (Block(0, rows, own),)))
+    return found
+
+
 def plan_copies(layout: list[TensorLayout], config: DecoderConfig, mtp: MTPFiles) -> dict[str, str]:
     """The copies of other tensors that files keep with modules that predict further tokens.
 
@@ -199,14 +237,14 @@ def _slots(model: nnx.Module, path: str, variable: Any, given: TensorName) -> It
     experts = range(shape[stacked]) if by_expert else (None,)
     shape = shape[stacked + by_expert :]
     as_is = whole or path.endswith("/embedding")
-    num_inputs = 0 if as_is else _num_inputs(model, path)
+    inputs = 0 if as_is else num_inputs(model, path)
     form = {
         "as_is": as_is,
         "transposed": isinstance(given, ExpertsTensor) and given.transposed,
         "depthwise": axes[-1] == "conv",
     }
     for layer, expert in itertools.product(layers, experts):
-        yield Slot(path, layer, shape, num_inputs, expert, **form)
+        yield Slot(path, layer, shape, inputs, expert, **form)
 
 
 def flat_variables(model: nnx.Module) -> dict[str, Any]:
@@ -215,7 +253,9 @@ def flat_variables(model: nnx.Module) -> dict[str, Any]:
     return {"/".join(map(str, path)): variable for path, variable in flat.items()}
 
 
-def _num_inputs(model: nnx.Module, path: str) -> int:
+def num_inputs(model: nnx.Module, path: str) -> int:
+    """Leading axes of a kernel that are summed over; 0 for what is not a kernel of a linear
+    layer."""
     *owners, leaf = path.split("/")
     owner = functools.reduce(getattr, owners, model)
     return getattr(owner, "num_inputs", 0) if leaf == "kernel" else 0

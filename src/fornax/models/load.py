@@ -1,56 +1,65 @@
-"""Loading a Hugging Face directory tensor by tensor, each straight into its place and sharding."""
+"""Loading a Hugging Face directory or a GGUF file by tensors, each straight into its place."""
 
-import functools
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from fornax.checkpoint.safetensors_file import StoredTensor, find_tensors
+from fornax.checkpoint.safetensors_file import DTYPES, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.suggest import first_few
-from fornax.mesh import DEFAULT_RULES, Rules, named_sharding, parse_dtype, tree_shardings
+from fornax.gguf import is_gguf, open_gguf
+from fornax.mesh import DEFAULT_RULES, Rules, parse_dtype, tree_shardings
 from fornax.models.config import DecoderConfig
 from fornax.models.create import abstract_decoder
 from fornax.models.decoder import Decoder
 from fornax.models.families import (
+    CodeFormat,
+    Tensor,
     config_from_hf,
     family_by_name,
     num_modules,
+    read_quantization,
     unwrap_tensors,
 )
 from fornax.models.families.family import Family, TensorName
-from fornax.models.layout import Block, TensorLayout, flat_variables, plan_copies, plan_layout
+from fornax.models.families.gguf import gguf_config, gguf_tensors
+from fornax.models.layout import TensorLayout, by_expert, plan_copies, plan_layout
+from fornax.models.placing import Source
+from fornax.models.stored import StoredModel
 
 __all__ = [
-    "StoredModel",
     "load_pretrained",
     "open_pretrained",
     "read_config",
+    "stored_code_formats",
+    "stored_dtypes",
     "stored_modules",
 ]
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """The parsed config.json of a Hugging Face directory.
+    """The parsed config.json of a Hugging Face directory, or what it would be of a GGUF file.
 
     Raises:
-      CheckpointError: when there is none, or it is not JSON.
+      CheckpointError: when there is none, or it is not JSON; a GGUF file that is damaged or of an
+        architecture that is not read.
+      ConfigError: a GGUF file that asks for what is not supported.
     """
+    if is_gguf(path):
+        return gguf_config(open_gguf(path))
     file = Path(path) / "config.json"
     try:
         values = json.loads(file.read_text())
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}); give a directory with config.json and "
-            "safetensors files"
+            "safetensors files, or a GGUF file"
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not JSON: {error}") from error
@@ -71,8 +80,48 @@ def stored_modules(path: str | Path) -> int:
     if mtp is None or not count:
         return 0
     starts = mtp.starts(config.num_layers, count)
-    names = unwrap_tensors(values, find_tensors(Path(path)))
+    names = _float_tensors(Path(path), values)
     return count if any(name.startswith(starts) for name in names) else 0
+
+
+def stored_dtypes(path: str | Path) -> set[str]:
+    """Names of the dtypes of a Hugging Face directory's weights; of quantized ones that of the
+    model, by config.json, or of their scales.
+
+    Raises:
+      ConfigError, CheckpointError: for what cannot be read.
+    """
+    found = _float_tensors(Path(path), read_config(path))
+    return {tensor.dtype.name for tensor in found.values()}
+
+
+def stored_code_formats(path: str | Path, *, mtp: bool = False) -> dict[str, CodeFormat | str]:
+    """How packed products would read the quantized parameters of a Hugging Face directory or a
+    GGUF file.
+
+    Args:
+      path: of the directory or file.
+      mtp: see `open_pretrained`.
+
+    Returns:
+      As `StoredModel.code_formats`; nothing for a directory of floats.
+
+    Raises:
+      ConfigError, CheckpointError: for what cannot be read.
+    """
+    if not is_gguf(path) and read_quantization(read_config(path)) is None:
+        return {}
+    return open_pretrained(path, "float32", mtp=mtp).code_formats()
+
+
+def _float_tensors(folder: Path, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The decoder's tensors by the names that it gives them alone, dequantized when viewed."""
+    if is_gguf(folder):
+        return {**gguf_tensors(open_gguf(folder))}
+    quantization = read_quantization(values)
+    if quantization is None:
+        return {**unwrap_tensors(values, find_tensors(folder))}
+    return quantization.dequantize(unwrap_tensors(values, find_tensors(folder, DTYPES)))
 
 
 def load_pretrained(
@@ -84,7 +133,7 @@ def load_pretrained(
     compute_dtype: str | np.dtype | None = None,
     mtp: bool = False,
 ) -> Decoder:
-    """A decoder with the weights of a Hugging Face directory.
+    """A decoder with the weights of a Hugging Face directory or a GGUF file.
 
     Names, shapes and sizes are checked before anything is allocated. Then one tensor at a time is
     cut, converted and written into its place, each device reading its own part only: peak memory is
@@ -105,16 +154,17 @@ def open_pretrained(
     *,
     compute_dtype: str | np.dtype | None = None,
     mtp: bool = False,
-) -> "StoredModel":
-    """The weights of a Hugging Face directory, checked and not yet read.
+) -> StoredModel:
+    """The weights of a Hugging Face directory or a GGUF file, checked and not yet read.
 
     Args:
-      path: directory with config.json and safetensors files (one, or sharded with an index).
+      path: directory with config.json and safetensors files (one, or sharded with an index), or a
+        file called `.gguf`.
       dtype: parameter dtype, "float32" or "bfloat16"; None keeps the file's.
       mesh: where the parameters will live; None for the default device.
       rules: logical axes to mesh axes.
       compute_dtype: see `Decoder`.
-      mtp: whether to read the modules that predict further tokens. They are no part of what most
+      mtp: whether to read the modules that predict further tokens. They are not part of what most
         do with a model, take the memory of a layer each, and make nothing better where no loss
         trains them along: they are left out unless asked for.
 
@@ -128,7 +178,9 @@ def open_pretrained(
     folder = Path(path)
     values = read_config(folder)
     config = config_from_hf(values, mtp=mtp)
-    stored = unwrap_tensors(values, find_tensors(folder))
+    if (quantization := read_quantization(values)) is not None:
+        quantization.warn_of_unused()
+    stored = _float_tensors(folder, values)
     family = family_by_name(str(config.family))
     names = family.names
     if not mtp and family.mtp is not None:
@@ -146,7 +198,7 @@ def open_pretrained(
     _check(stored, layout, folder)
     if mesh is not None:
         tree_shardings(nnx.state(model), mesh, rules)  # whether all of it divides
-    blocks: dict[str, dict[int | None, list[_Source]]] = {}
+    blocks: dict[str, dict[int | None, list[Source]]] = {}
     for tensor in layout:
         for block in tensor.blocks:
             layers = blocks.setdefault(block.slot.path, {})
@@ -154,77 +206,8 @@ def open_pretrained(
     return StoredModel(model=model, dtype=dtype, mesh=mesh, rules=rules, blocks=blocks)
 
 
-_Source = tuple[StoredTensor, Block]
 _BIAS = "layers/experts/selection_bias"
 """What is float32 whatever the dtype of parameters; so is its like in modules."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredModel:
-    """A model whose weights are read one parameter, and one layer, at a time."""
-
-    model: Decoder
-    """Abstract, until `fill`."""
-    dtype: np.dtype
-    """Of parameters."""
-    mesh: Mesh | None
-    rules: Rules
-    blocks: Mapping[str, Mapping[int | None, list[_Source]]]
-    """By path of a parameter and index in its stack (None where it has none): where its values
-    are, those of experts in order."""
-
-    def fill(self) -> None:
-        """Read the parameters that are still abstract into the model."""
-        variables = flat_variables(self.model)
-        for path in self.blocks:
-            if isinstance(variables[path].get_value(), jax.ShapeDtypeStruct):
-                variables[path].set_value(self.read(path))
-
-    def read(self, path: str) -> jax.Array:
-        """One parameter, such as layers/attention/q/kernel."""
-        (array,) = self._read(path, lambda part: (part,), self._place(self._axes(path)))
-        return array
-
-    def convert(
-        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]]
-    ) -> tuple[jax.Array, ...]:
-        """What a function makes of a parameter, whose layers never exist together.
-
-        Args:
-          path: of the parameter.
-          function: of the parameter, or of one layer of a stacked one, to new arrays.
-
-        Returns:
-          The function's arrays, those of layers stacked.
-        """
-        return self._read(path, function, None)
-
-    def _read(
-        self, path: str, function: Callable[[jax.Array], tuple[jax.Array, ...]], place: object
-    ) -> tuple[jax.Array, ...]:
-        layers, axes = self.blocks[path], self._axes(path)
-        dtype = np.dtype(np.float32) if path.endswith("/experts/selection_bias") else self.dtype
-        if None in layers:
-            return function(_put(layers[None], self._place(axes), dtype))
-        stacks: list[jax.Array] = []
-        for layer, sources in layers.items():
-            part = _put(sources, self._place(axes[1:]), dtype)
-            made = function(part)
-            stacks = stacks or [_zeros(len(layers), x, place or _stacked(x)) for x in made]
-            for number, x in enumerate(made):
-                write = _write_layer(stacks[number].sharding)
-                stacks[number] = write(stacks[number], x, layer)
-            for x in (part, *made):
-                x.delete()
-        return tuple(stacks)
-
-    def _axes(self, path: str) -> tuple[str | None, ...]:
-        return flat_variables(self.model)[path].get_metadata()["axes"]
-
-    def _place(self, axes: tuple[str | None, ...]) -> NamedSharding | SingleDeviceSharding:
-        if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
-        return named_sharding(self.mesh, axes, self.rules)
 
 
 def _as_dtype(dtype: str | np.dtype) -> np.dtype:
@@ -232,7 +215,7 @@ def _as_dtype(dtype: str | np.dtype) -> np.dtype:
 
 
 def _choose_dtype(
-    asked: str | np.dtype | None, stored: Mapping[str, StoredTensor], bias: str | None
+    asked: str | np.dtype | None, stored: Mapping[str, Tensor], bias: str | None
 ) -> np.dtype:
     """The dtype of parameters; `bias` is the name of a tensor that is none."""
     allowed = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
@@ -254,14 +237,18 @@ def _choose_dtype(
 
 
 def _without_known_extras(
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Tensor],
     layout: list[TensorLayout],
     tied: bool,
     folder: Path,
-) -> dict[str, StoredTensor]:
-    """Leave out what older files hold beside the weights: computed frequencies, a tied table."""
+) -> dict[str, Tensor]:
+    """Leave out what older files hold beside the weights: computed frequencies, a tied table, and
+    the biases of zeros that GPTQ's library gives to modules that have none."""
     expected = {tensor.name for tensor in layout}
     kept = {n: t for n, t in stored.items() if not n.endswith("rotary_emb.inv_freq")}
+    for name in [name for name in kept if name.endswith(".bias") and name not in expected]:
+        if not kept[name].view().any():
+            del kept[name]
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if tied and head in kept and head not in expected and table in kept:
         if not _equal(kept[head], kept[table]):
@@ -274,26 +261,38 @@ def _without_known_extras(
 
 
 def _plan_layout(
-    model: Decoder, family: Family, stored: Mapping[str, StoredTensor]
+    model: Decoder, family: Family, stored: Mapping[str, Tensor]
 ) -> list[TensorLayout]:
     """The tensors by the names that the file has: those of transformers, or of released files,
     where modules may have either."""
 
+    def plan(names: Mapping[str, TensorName]) -> list[TensorLayout]:
+        return _with_experts(plan_layout(model, names), stored)
+
     def fits(layout: list[TensorLayout]) -> bool:
         return all(tensor.name in stored for tensor in layout)
 
-    layout, released = plan_layout(model, family.names), family.released_names
+    layout, released = plan(family.names), family.released_names
     if released is None or fits(layout):
         return layout
-    layout = plan_layout(model, released)
+    layout = plan(released)
     modules = {path: name for path, name in family.names.items() if path.startswith("mtp/")}
-    mixed = plan_layout(model, {**released, **modules})
+    mixed = plan({**released, **modules})
     return mixed if fits(mixed) else layout
 
 
+def _with_experts(layout: list[TensorLayout], stored: Mapping[str, Tensor]) -> list[TensorLayout]:
+    """The tensors, those of all experts replaced where the file has a matrix of each."""
+    found = []
+    for tensor in layout:
+        own = [] if tensor.name in stored else by_expert(tensor)
+        found += own if own and own[0].name in stored else [tensor]
+    return found
+
+
 def _without_copies(
-    stored: Mapping[str, StoredTensor], copies: Mapping[str, str], folder: Path
-) -> dict[str, StoredTensor]:
+    stored: Mapping[str, Tensor], copies: Mapping[str, str], folder: Path
+) -> dict[str, Tensor]:
     """Leave out what modules hold copies of, once they are seen to be copies."""
     for name, of in copies.items():
         if name in stored and of in stored and not _equal(stored[name], stored[of]):
@@ -305,8 +304,8 @@ def _without_copies(
 
 
 def _without_unread_keys(
-    stored: Mapping[str, StoredTensor], config: DecoderConfig, names: Mapping[str, TensorName]
-) -> dict[str, StoredTensor]:
+    stored: Mapping[str, Tensor], config: DecoderConfig, names: Mapping[str, TensorName]
+) -> dict[str, Tensor]:
     """Leave out what would make keys and values in layers that take another's."""
     layers = range(config.num_layers - config.shared_kv_layers, config.num_layers)
     unread = {
@@ -317,16 +316,16 @@ def _without_unread_keys(
     return {name: tensor for name, tensor in stored.items() if name not in unread}
 
 
-def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    left, right = a.view().view(np.uint8), b.view().view(np.uint8)
-    rows = max(1, 2**24 // max(1, left.shape[-1]))
+    left, right = a.view(), b.view()
+    rows = max(1, 2**24 // max(1, left[:1].nbytes))
     parts = range(0, left.shape[0], rows)
-    return all(np.array_equal(left[i : i + rows], right[i : i + rows]) for i in parts)
+    return all(left[i : i + rows].tobytes() == right[i : i + rows].tobytes() for i in parts)
 
 
-def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folder: Path) -> None:
+def _check(stored: Mapping[str, Tensor], layout: list[TensorLayout], folder: Path) -> None:
     expected = {tensor.name: tensor.shape for tensor in layout}
     problems = []
     missing = [name for name in expected if name not in stored]
@@ -347,45 +346,3 @@ def _check(stored: Mapping[str, StoredTensor], layout: list[TensorLayout], folde
         raise CheckpointError(
             f"{folder}: the tensors are not those that config.json describes: {'; '.join(problems)}"
         )
-
-
-def _put(sources: list[_Source], place: Any, dtype: np.dtype) -> jax.Array:
-    """One parameter, or one layer of it, on its devices: each part cut and converted once."""
-    parts = [block.slot.from_stored(block.cut(stored.view())) for stored, block in sources]
-    if sources[0][1].slot.expert is None:
-        (ours,) = parts
-        shape = ours.shape
-
-        def cut(index: tuple[slice, ...] | None) -> np.ndarray:
-            return np.array(ours[index if index is not None else ...], dtype, order="C")
-    else:
-        shape = (len(parts), *parts[0].shape)
-
-        def cut(index: tuple[slice, ...] | None) -> np.ndarray:
-            experts, *rest = index if index is not None else (slice(None), ...)
-            return np.stack([part[tuple(rest)].astype(dtype) for part in parts[experts]])
-
-    return jax.make_array_from_callback(shape, place, cut).block_until_ready()
-
-
-def _stacked(layer: jax.Array) -> Any:
-    """Where a stack of such arrays lies: its layers are not divided."""
-    place = layer.sharding
-    if not isinstance(place, NamedSharding):
-        return place
-    return NamedSharding(place.mesh, PartitionSpec(None, *place.spec))
-
-
-def _zeros(layers: int, layer: jax.Array, place: object) -> jax.Array:
-    shape = (layers, *layer.shape)
-    return jax.jit(lambda: jnp.zeros(shape, layer.dtype), out_shardings=place)()
-
-
-@functools.cache
-def _write_layer(place: NamedSharding | SingleDeviceSharding) -> Any:
-    """A compiled, in-place write of one layer into a stack."""
-
-    def write(stack: jax.Array, part: jax.Array, layer: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stack, part, layer, 0)
-
-    return jax.jit(write, donate_argnums=0, out_shardings=place)

@@ -54,7 +54,7 @@ def token_logprobs(
       positions_BT: int32 position in the document, counting up by one with the index inside each,
         as in packed rows. None: counted here.
       segment_ids_BT: int32 document of each token, 0 for padding (whose values mean nothing).
-      temperature: the one that the tokens were sampled at, or 1; one number or one a token.
+      temperature: the one that the tokens were sampled at, or 1; one number or one per token.
       entropy: whether to return it too.
       keep_BK: int32 indices into each row of the only tokens wanted, for instance those of a
         completion: the others never meet the vocabulary. An index may stand twice.
@@ -86,13 +86,14 @@ def token_logprobs(
         temperature = jnp.take_along_axis(temperature, keep_BK, axis=1)
         targets_BT = jnp.take_along_axis(targets_BT, keep_BK, axis=1)
         x_BTD = jnp.take_along_axis(x_BTD, keep_BK[:, :, None], axis=1)
-    found = linear_logprobs(
-        x_BTD,
-        decoder.output_weights().astype(x_BTD.dtype),
-        targets_BT,
-        temperature=temperature,
-        softcap=decoder.config.final_logit_softcap,
-        entropy=entropy,
-        chunk=chunk,
-    )
+    with jax.named_scope("logprobs"):
+        found = linear_logprobs(
+            x_BTD,
+            decoder.output_weights().astype(x_BTD.dtype),
+            targets_BT,
+            temperature=temperature,
+            softcap=decoder.config.final_logit_softcap,
+            entropy=entropy,
+            chunk=chunk,
+        )
     return TokenLogprobs(found.logprobs, found.entropy, routing)

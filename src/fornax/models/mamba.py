@@ -1,4 +1,4 @@
-"""Mamba-2: a state space model as linear attention, in the place of attention.
+"""Mamba-2: a state space model as linear attention, in place of attention.
 
     h <- exp(dt A) h + dt B x^T;  y = C^T h + d x
 

@@ -10,7 +10,7 @@ __all__ = ["Mamba2Config"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config:
-    """Mamba-2 in the place of some layers' attention (Dao and Gu 2024, Transformers are SSMs).
+    """Mamba-2 in place of some layers' attention (Dao and Gu 2024, Transformers are SSMs).
 
     A short causal convolution mixes each channel of the heads' inputs, of B and of C over time.
     Each head has a matrix that a token decays, adds its input times B to, and reads with C. A gate

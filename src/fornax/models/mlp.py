@@ -16,6 +16,7 @@ from fornax import kernels
 from fornax.mesh import constrain
 from fornax.models.config import DecoderConfig
 from fornax.models.projection import Projection, project, residual_std
+from fornax.models.scope import scoped
 
 __all__ = ["MLP", "GatedActivation"]
 
@@ -47,12 +48,14 @@ class MLP(nnx.Module):
         self.down = make(mlp, embed, std=residual_std(config))
         self.activation = config.activation
 
+    @scoped
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Apply -> y [B, T, D]."""
         gate_BTF, up_BTF = project(x_BTD, self.gate, self.up)
         gate_BTF = checkpoint_name(gate_BTF, "mlp_gate")
         up_BTF = checkpoint_name(up_BTF, "mlp_up")
-        h_BTF = kernels.gated_linear_unit(gate_BTF, up_BTF, activation=self.activation)
+        with jax.named_scope("activation"):
+            h_BTF = kernels.gated_linear_unit(gate_BTF, up_BTF, activation=self.activation)
         y_BTD = self.down(constrain(h_BTF, ("batch", "length", "activation_mlp")))
         return checkpoint_name(y_BTD, "mlp_down")
 

@@ -24,6 +24,7 @@ from fornax.models.projection import Projection
 from fornax.models.remat import Remat
 from fornax.models.routing import Routing
 from fornax.models.scan import is_weight, pick_layer, run_layers
+from fornax.models.scope import scoped
 from fornax.models.stack import stack_layers
 
 __all__ = ["MTPModule", "make_modules", "run_first_module_cached", "run_modules"]
@@ -62,6 +63,7 @@ class MTPModule(nnx.Module):
         self.layer = make_layer(config, config.mtp_kind, **make)
         self.norm = RMSNorm((D,), config, dtype=dtype, divisor=config.logits_scaling)
 
+    @scoped
     def layer_input(self, x_BTD: jax.Array, embedded_BTD: jax.Array) -> jax.Array:
         """What the layer reads, [B, T, D], of hidden states and embeddings."""
         both = (self.embed_norm(embedded_BTD), self.hidden_norm(x_BTD))
@@ -71,6 +73,11 @@ class MTPModule(nnx.Module):
         row_BTX = constrain(row_BTX, ("batch", "length", "activation_mlp"))
         y_BTD = self.projection(row_BTX)
         return constrain(y_BTD, ("batch", "length", "activation_embed"))
+
+    @scoped
+    def output(self, x_BTD: jax.Array) -> jax.Array:
+        """What the output projection reads, [B, T, D], of the layer's."""
+        return self.norm(x_BTD)
 
 
 def make_modules(
@@ -121,8 +128,9 @@ def run_modules(
         module: MTPModule = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], one))
         layers = nnx.merge(graphdef, one).layer
         x_BTD = module.layer_input(x_BTD, embedded(index + 1))
-        x_BTD, routing = run_layers(layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
-        x_BTD = module.norm(x_BTD)
+        with jax.named_scope("layer"):
+            x_BTD, routing = run_layers(layers, kinds, x_BTD, context, remat=remat, unroll=unroll)
+        x_BTD = module.output(x_BTD)
         found.append(x_BTD)
         routings += [] if routing is None else [routing]
     return found, routings
@@ -159,5 +167,6 @@ def run_first_module_cached(
     alike = [each for each in before if each.window == kind.window]
     place = Place(layer=jnp.int32(len(before)), among=jnp.int32(len(alike)))
     x_BTD = module.layer_input(x_BTD, embedded_BTD)
-    y_BTD, after, _ = module.layer(x_BTD, kind, context, LayerCache(cache, place))
-    return module.norm(y_BTD), after.cache
+    with jax.named_scope("layer"):
+        y_BTD, after, _ = module.layer(x_BTD, kind, context, LayerCache(cache, place))
+    return module.output(y_BTD), after.cache

@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.models.config import DecoderConfig
+from fornax.models.scope import scoped
 
 __all__ = ["RMSNorm"]
 
@@ -45,15 +46,21 @@ class RMSNorm(nnx.Module):
         self.eps = config.norm_eps if eps is None else eps
         self.scale = nnx.Param(initial(shape, dtype), axes=("norm",) * len(shape))
 
+    @scoped
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalise the last axes of `x`; the result has the dtype of `x`."""
-        return kernels.rms_norm(x, self.scale.get_value(), **self._numbers)
+        return kernels.rms_norm(
+            x, self.scale.get_value(), eps=self.eps, offset=self._offset, divisor=self.divisor
+        )
 
+    @scoped
     def of_sum(self, x: jax.Array, branch: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return x + branch, and its norm."""
-        return kernels.add_rms_norm(x, branch, self.scale.get_value(), **self._numbers)
+        scale, offset = self.scale.get_value(), self._offset
+        return kernels.add_rms_norm(
+            x, branch, scale, eps=self.eps, offset=offset, divisor=self.divisor
+        )
 
     @property
-    def _numbers(self) -> dict[str, float]:
-        offset = 1.0 if self.unit_offset else 0.0
-        return {"eps": self.eps, "offset": offset, "divisor": self.divisor}
+    def _offset(self) -> float:
+        return 1.0 if self.unit_offset else 0.0

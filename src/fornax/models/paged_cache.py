@@ -92,7 +92,7 @@ class ChunkRows(NamedTuple):
 class PagedCache:
     """All pages of all groups, with where a step's tokens lie in them."""
 
-    kv: tuple[jax.Array, ...]
+    kv: tuple[kernels.Pages, ...]
     """One kv_LPSCH for each group."""
     tables: tuple[PageTables, ...]
     """One for each group."""
@@ -226,12 +226,11 @@ class CacheHeads(NamedTuple):
     parts: int = 2
     """Vectors of a head: its key and its value, or one that is both."""
     joined: bool = False
-    """Whether a value lies beside its key, in a row of twice the width."""
+    """Whether a value is beside its key, in a row of twice the width."""
 
-    @property
-    def numbers(self) -> int:
-        """Numbers that a layer's pages hold of a token."""
-        return self.parts * self.count * self.width
+    def token_bytes(self, dtype: DTypeLike) -> int:
+        """Bytes that a layer's pages of `dtype` hold of a token, scales of codes included."""
+        return self.parts * self.count * kernels.cache_vector_bytes(self.width, dtype)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -242,7 +241,7 @@ class CacheHeads(NamedTuple):
 
     @staticmethod
     def of(config: DecoderConfig) -> "tuple[CacheHeads, ...]":
-        """The model's own for each group of `cache_windows`: latent attention keeps one latent a
+        """The model's own for each group of `cache_windows`: latent attention keeps one latent per
         token."""
         windows = cache_windows(config)
         if config.latent is not None:
@@ -259,35 +258,37 @@ def describe_pages(
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
     heads: Sequence[CacheHeads] | None = None,
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The pages kv_LPSCH of each group of `cache_windows`, and how they are divided over a mesh.
+) -> tuple[kernels.Pages, ...]:
+    """The pages kv_LPSCH of each group of `cache_windows`, as shapes with how they are divided over
+    a mesh.
 
     Args:
       config: the model's.
       num_pages: P of each group; page 0 of each takes what padding writes.
       page_size: S.
-      dtype: of keys and values.
+      dtype: of keys and values; int8 and float8_e4m3fn make `kernels.QuantizedPages`.
       mesh: where they will lie; key/value heads are divided over `axes` where they divide.
       axes: mesh axes for the heads.
       heads: of each group, as the pages hold them; None for the model's own.
     """
     heads = heads or CacheHeads.of(config)
 
-    def where(own: CacheHeads) -> NamedSharding | None:
+    def describe(layers: int, pages: int, own: CacheHeads) -> kernels.Pages:
+        shape = (layers, pages, page_size, *own.rows)
+        vectors = own.parts * own.count
+        described = jax.eval_shape(lambda: kernels.empty_pages(shape, vectors, dtype))
         if mesh is None:
-            return None
+            return described
         shards = math.prod(mesh.shape[axis] for axis in axes)
         divided = axes if own.count % shards == 0 else None
-        return NamedSharding(mesh, PartitionSpec(None, None, None, divided, None))
 
-    return tuple(
-        jax.ShapeDtypeStruct(
-            (layers, pages, page_size, *own.rows),
-            dtype,
-            sharding=where(own),
-        )
-        for layers, pages, own in zip(cache_layers(config), num_pages, heads, strict=True)
-    )
+        def put(one: jax.Array, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(put, described, kernels.page_specs(described, divided))
+
+    groups = zip(cache_layers(config), num_pages, heads, strict=True)
+    return tuple(describe(*group) for group in groups)
 
 
 def init_pages(
@@ -298,17 +299,17 @@ def init_pages(
     mesh: Mesh | None = None,
     axes: tuple[str, ...] = ("tensor",),
     heads: Sequence[CacheHeads] | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[kernels.Pages, ...]:
     """Empty pages, as `describe_pages` says."""
 
-    def make(pages: jax.ShapeDtypeStruct) -> jax.Array:
+    def make(pages: jax.Array) -> jax.Array:
         if pages.sharding is None:
             return jnp.zeros(pages.shape, pages.dtype)
         zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=pages.sharding)
         return zeros(pages.shape, pages.dtype)
 
     described = describe_pages(config, num_pages, page_size, dtype, mesh, axes, heads)
-    return tuple(make(pages) for pages in described)
+    return jax.tree.map(make, described)
 
 
 def page_bytes(
@@ -319,6 +320,5 @@ def page_bytes(
 ) -> tuple[int, ...]:
     """Bytes of one page of each group, over all its layers and heads."""
     heads = heads or CacheHeads.of(config)
-    of_number = page_size * jnp.dtype(dtype).itemsize
     groups = zip(cache_layers(config), heads, strict=True)
-    return tuple(of_number * own.numbers * layers for layers, own in groups)
+    return tuple(page_size * own.token_bytes(dtype) * layers for layers, own in groups)

@@ -322,7 +322,7 @@ class _Ring:
         return PartitionSpec(self.batch, self.length or None, *[None] * (array.ndim - 2))
 
     def _moving(self, trailing: int, *, slots: bool) -> PartitionSpec:
-        """Of arrays [P, b, T, ...] or [P, m, b, T, ...] with so many trailing dimensions."""
+        """Of arrays [P, b, T, ...] or [P, m, b, T, ...] with this many trailing dimensions."""
         rows = tuple(axis for axis in self.batch if axis not in self.along)
         moving = (rows or None, self.length or None, *[None] * trailing)
         return PartitionSpec(self.along, *((None,) if slots else ()), *moving)
@@ -331,7 +331,7 @@ class _Ring:
 def _make_ring(
     mesh: Mesh, outer: Rules, along: tuple[str, ...], x_BTD: jax.Array, microbatches: int
 ) -> _Ring:
-    """Where a batch lies, by the rules within a stage (in use) and outside.
+    """Where a batch is, by the rules within a stage (in use) and outside.
 
     Raises:
       ConfigError: for a batch that does not divide.

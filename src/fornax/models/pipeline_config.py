@@ -77,8 +77,8 @@ def layers_outside(
 
 
 def _fewest_outside(kinds: tuple[LayerKind, ...], parts: int, most: int) -> int | None:
-    """How many first layers are left out of so many equal parts, at most so many; None where there
-    are none such."""
+    """How many first layers are left out of this many equal parts, at most this many; None where
+    there are none such."""
     for count in range(min(most, len(kinds) - parts) + 1):
         rest = kinds[count:]
         if rest[: len(rest) // parts] * parts == rest:

@@ -1,4 +1,4 @@
-"""Linear maps between groups of axes, and the table of embeddings."""
+"""Linear layers between groups of axes, and the table of embeddings."""
 
 import math
 
@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.models.config import DecoderConfig
+from fornax.models.scope import scoped
 
 __all__ = ["Embed", "Projection", "draw", "project", "residual_std"]
 
@@ -19,7 +20,7 @@ def draw(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike, std: float) -
 
 
 class Projection(nnx.Module):
-    """A linear map between groups of axes: x[..., *inputs] -> y[..., *outputs].
+    """A linear layer between groups of axes: x[..., *inputs] -> y[..., *outputs].
 
     Attributes:
       kernel: [*inputs, *outputs].
@@ -59,6 +60,7 @@ class Projection(nnx.Module):
         zeros = jnp.zeros(tuple(outputs.values()), dtype)
         self.bias = nnx.Param(zeros, axes=tuple(outputs)) if bias else None
 
+    @scoped
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply to the last axes of `x`; the result is in the compute dtype."""
         kernel = self.kernel.get_value()
@@ -68,14 +70,22 @@ class Projection(nnx.Module):
         return self.add_bias(y)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
-        """Return y [..., *outputs] with the bias, if there is one."""
-        return y if self.bias is None else y + self.bias[...].astype(self.compute_dtype)
+        """Return y [..., *outputs] with the bias, if there is one.
+
+        The sum is rounded as one in the compute dtype is. It is made in float32 for the bias's
+        gradient, which then sums over rows in float32, as products do over theirs.
+        """
+        if self.bias is None:
+            return y
+        bias = self.bias[...].astype(self.compute_dtype)
+        wide = jnp.promote_types(self.compute_dtype, jnp.float32)
+        return (y.astype(wide) + bias.astype(wide)).astype(self.compute_dtype)
 
 
 def project(x: jax.Array, *modules: Projection) -> list[jax.Array]:
     """Apply projections that sum over the same axes of `x`; packed ones share a call.
 
-    Whatever else stands in a projection's place is called as it is.
+    Whatever else is in a projection's place is called as it is.
     """
     weights = [m.kernel.get_value() for m in modules if type(m) is Projection]
     packed = [weight for weight in weights if isinstance(weight, kernels.PackedWeight)]
@@ -103,6 +113,7 @@ class Embed(nnx.Module):
         self.scale = config.embedding_scale
         self.compute_dtype = compute_dtype
 
+    @scoped
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Look up tokens -> x [B, T, D] in the compute dtype."""
         x_BTD = kernels.take_rows(self.embedding[...], tokens_BT, dtype=self.compute_dtype)

@@ -77,8 +77,8 @@ class Remat:
                 )
             if named.count(name) > 1:
                 raise ConfigError(
-                    f"{name!r} stands twice in remat_save and remat_offload; an activation is kept "
-                    "in one place"
+                    f"{name!r} is in both or twice in remat_save and remat_offload; an activation "
+                    "is kept in one place"
                 )
         if named and self.policy != "names":
             raise ConfigError(
@@ -137,7 +137,7 @@ def keep_uncut(layer: Callable) -> Callable:
 def keep_unchosen(layer: Callable) -> Callable:
     """`layer` whose backward pass chooses its parameters again, and finds what it computes.
 
-    A weight that is chosen, converted or laid out anew is recognised by the operation alone, so
+    A weight that is chosen, converted or laid out again is recognised by the operation alone, so
     activations are converted and laid out again too."""
     return jax.checkpoint(layer, policy=_is_computed, prevent_cse=False)
 
@@ -174,10 +174,13 @@ def _is_no_cut(primitive: object, *_: object, **__: object) -> bool:
 
 
 def _products(saveable: Callable[..., bool]) -> Callable[..., object]:
-    """`saveable`, but of `kernels.linear` the results in place of the wider sums."""
+    """`saveable`, but of `kernels.linear` the results in place of the wider sums, and of
+    `kernels.convolution` those with the bias added."""
 
     def sums(primitive: Any, *arrays: Any, **params: Any) -> bool:
         if not saveable(primitive, *arrays, **params):
+            return False
+        if primitive is jax.lax.conv_general_dilated_p:
             return False
         _, batch = params["dimension_numbers"]
         wider = params["preferred_element_type"] not in (None, arrays[0].dtype)

@@ -21,7 +21,7 @@ from fornax.models.rope_config import (
     YarnScaling,
 )
 
-__all__ = ["Rotation", "apply_rope", "attention_factor", "inverse_frequencies", "rotations"]
+__all__ = ["Rotation", "attention_factor", "inverse_frequencies", "rotations"]
 
 
 class Rotation(NamedTuple):
@@ -163,21 +163,3 @@ def attention_factor(rope: RopeConfig, max_positions: int) -> float:
             return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         case _:
             return 1.0
-
-
-def apply_rope(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotate the first R dimensions of each head, halves paired as in GPT-NeoX and Llama.
-
-    Interleaved pairs come out as halves: queries and keys alike, so their products are the same.
-    Computed in float32; returned in the dtype of `x_BTNH`.
-    """
-    cos, sin = (part[:, :, None, :] for part in (rotation.cos_BTr, rotation.sin_BTr))
-    half = cos.shape[-1]
-    x = x_BTNH.astype(jnp.float32)
-    turning, rest = x[..., : 2 * half], x[..., 2 * half :]
-    if rotation.interleaved:
-        first, second = turning[..., ::2], turning[..., 1::2]
-    else:
-        first, second = turning[..., :half], turning[..., half:]
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)

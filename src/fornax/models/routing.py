@@ -1,6 +1,6 @@
 """Routers: which experts a token runs through, with which weights, and how evenly.
 
-Legend: M tokens, E experts, k experts a token, G groups of experts, L layers with experts.
+Legend: M tokens, E experts, k experts per token, G groups of experts, L layers with experts.
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ def router_losses(routing: Routing) -> dict[str, jax.Array]:
 
     Returns:
       `balance`: E sum_e f_e p_e, with f_e the share of tokens that expert e was chosen for and p_e
-      its mean probability (Fedus et al. 2021, equations 4 to 6; over k experts a token it is k
+      its mean probability (Fedus et al. 2021, equations 4 to 6; over k experts per token it is k
       where all are used alike). `router_z`: the mean squared log-sum-exp of the logits (Zoph et
       al. 2022, equation 5).
     """

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from fornax.config.errors import CheckpointError
 from fornax.config.files import replacing_folder
+from fornax.gguf import is_gguf, write_tokenizer
 from fornax.models.config import DecoderConfig
 from fornax.models.decoder import Decoder
 from fornax.models.families.convert import config_to_hf, family_for
@@ -48,7 +49,7 @@ def save_pretrained(
     Args:
       model: the decoder; its parameters must all be addressable from this process.
       path: directory to make.
-      tokenizer_dir: directory whose tokenizer files are copied.
+      tokenizer_dir: directory whose tokenizer files are copied, or a GGUF file with one.
       max_shard_bytes: size above which the weights go into several files with an index.
       overwrite: replace a model's directory that is there already.
 
@@ -91,7 +92,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
     if not (target / "config.json").is_file():
         raise CheckpointError(
-            f"{target} is no model's directory (it has no config.json), and overwriting would "
+            f"{target} is not a model's directory (it has no config.json), and overwriting would "
             "delete it; give another path"
         )
 
@@ -122,6 +123,9 @@ def _generation_config(config: DecoderConfig) -> dict[str, object]:
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> None:
+    if is_gguf(source):
+        write_tokenizer(source, folder)
+        return
     found = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
         raise CheckpointError(

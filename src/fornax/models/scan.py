@@ -28,6 +28,7 @@ __all__ = [
     "plan_segments",
     "run_layers",
     "run_layers_cached",
+    "run_layers_keeping",
     "run_stacks",
 ]
 
@@ -83,6 +84,8 @@ _INPUTS = "layer inputs"
 """Beside the parts of a period: what its layers take in beside the residual stream."""
 _ROUTED = "routed experts"
 """Beside them too: the experts that tokens take in those of its layers that have some."""
+_FIRST = "first layer"
+"""Beside them, where outputs are kept: the number of its first layer."""
 
 Kept = dict[int, tuple[jax.Array, jax.Array]]
 """Keys and values that later layers take, by their window; see `PassKeys`."""
@@ -144,6 +147,33 @@ def run_layers(
     return run_stacks(graphdefs, stacks, kinds, x_BTD, context, remat=remat, unroll=unroll)
 
 
+def run_layers_keeping(
+    layers: DecoderLayer,
+    kinds: tuple[LayerKind, ...],
+    x_BTD: jax.Array,
+    context: LayerContext,
+    keep: tuple[int, ...],
+) -> tuple[jax.Array, jax.Array]:
+    """Run a stack of layers without a cache, and keep what some of them give.
+
+    Args:
+      layers: the stacked parts.
+      kinds: each layer's kind.
+      x_BTD: the residual stream.
+      context: what the layers share.
+      keep: after how many layers the residual stream is kept; 0 for what goes in.
+
+    Returns:
+      The residual stream, and those kept [len(keep), B, T, D].
+    """
+    split = {part: nnx.split(module) for part, module in layers.parts().items()}
+    graphdefs = {part: graphdef for part, (graphdef, _) in split.items()}
+    stacks = {part: (state,) for part, (_, state) in split.items()}
+    x_BTD, _, kept = _run_stacks(graphdefs, stacks, kinds, x_BTD, context, keep=keep)
+    assert kept is not None
+    return x_BTD, kept
+
+
 def run_stacks(
     graphdefs: Mapping[str, Any],
     stacks: Mapping[str, tuple[Any, ...]],
@@ -168,14 +198,34 @@ def run_stacks(
       turn: int32, which of the stacks it is, in a function that `vmap` runs over pipeline stages;
         None elsewhere.
     """
+    options: dict[str, Any] = {"remat": remat, "unroll": unroll, "turn": turn}
+    return _run_stacks(graphdefs, stacks, kinds, x_BTD, context, **options)[:2]
+
+
+def _run_stacks(
+    graphdefs: Mapping[str, Any],
+    stacks: Mapping[str, tuple[Any, ...]],
+    kinds: tuple[LayerKind, ...],
+    x_BTD: jax.Array,
+    context: LayerContext,
+    *,
+    remat: str | Remat = "none",
+    unroll: int | bool = 1,
+    turn: jax.Array | None = None,
+    keep: tuple[int, ...] | None = None,
+) -> tuple[jax.Array, Routing | None, jax.Array | None]:
+    """`run_stacks`, and what `run_layers_keeping` keeps, where it is asked for."""
     routings: list[Routing] = []
 
     kept: Kept = {}
+    after = None if keep is None else jnp.asarray(keep, jnp.int32)
 
     def body(
-        segment: Segment, x_BTD: jax.Array, period: Stacks
-    ) -> tuple[jax.Array, tuple[list[Routing | None], Kept]]:
-        # A scan of one step is no loop once compiled.
+        segment: Segment, carry: tuple[jax.Array, jax.Array | None], period: Stacks
+    ) -> tuple[tuple[jax.Array, jax.Array | None], tuple[list[Routing | None], Kept]]:
+        x_BTD, outputs = carry
+        first = period.pop(_FIRST, None)
+        # A scan of one step is not a loop once compiled.
         lone = segment.repeats == 1 or unroll is True
         stretches, found = _stretches(kinds, segment), []
         own_inputs, routed = period.pop(_INPUTS, None), period.pop(_ROUTED, None)
@@ -203,7 +253,12 @@ def run_stacks(
             x_BTD, routing, new = layer(own, x_BTD, own_input, experts_BTk, {**kept, **handed})
             handed |= new
             found.append(routing)
-        return x_BTD, (found, handed)
+            if outputs is not None:
+                here = after == first + index + 1
+                outputs = jnp.where(here[:, None, None, None], x_BTD, outputs)
+        return (x_BTD, outputs), (found, handed)
+
+    outputs = None if keep is None else jnp.broadcast_to(x_BTD, (len(keep), *x_BTD.shape))
 
     for segment in plan_segments(kinds):
         stretches = _stretches(kinds, segment)
@@ -222,16 +277,20 @@ def run_stacks(
             routed_LBTk = context.routed_experts_LBTk[at.start : at.stop]
             shape = (segment.repeats, at.period, *routed_LBTk.shape[1:])
             own[_ROUTED] = routed_LBTk.reshape(shape)
+        if keep is not None:
+            own[_FIRST] = jnp.arange(
+                segment.start, segment.stop, len(segment.kinds), dtype=jnp.int32
+            )
         run = functools.partial(body, segment)
-        x_BTD, (found, handed) = jax.lax.scan(run, x_BTD, own, unroll=unroll)
+        (x_BTD, outputs), (found, handed) = jax.lax.scan(run, (x_BTD, outputs), own, unroll=unroll)
         # A layer that keeps keys is the only one of its kind, in a scan of one step.
         kept |= jax.tree.map(lambda stacked: stacked[0], handed)
         of_period = [routing for routing in found if routing is not None]
         if of_period:
             routings.append(jax.tree.map(_in_order, *of_period))
     if not routings:
-        return x_BTD, None
-    return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
+        return x_BTD, None, outputs
+    return x_BTD, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings), outputs
 
 
 def _in_order(*layers: jax.Array) -> jax.Array:
@@ -331,7 +390,7 @@ def run_layers_cached(
 
 
 def _place(segment: Segment, kinds: tuple[LayerKind, ...], index: int, repeat: jax.Array) -> Place:
-    """Where the segment's `index`-th layer of a repeat stands in the model."""
+    """Where the segment's `index`-th layer of a repeat is in the model."""
     kind = segment.kinds[index]
     if kind.keys == "shared":
         kept = kinds.index(replace(kind, keys="kept", wide_mlp=False))

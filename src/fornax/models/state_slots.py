@@ -2,7 +2,7 @@
 
 A running sequence has a slot, or several where tokens are taken back: then each keeps the state
 after another of its last tokens. More slots keep states of beginnings. Which slot is for what the
-caller decides; a step reads one slot of each of its sequences and writes those that it is told.
+caller decides; a step reads one slot of each of its sequences and writes those that it receives.
 
 Legend: T tokens of the step, U sequences of the step, L linear layers, A slots, J slots that a
 sequence writes, W width of the convolutions, K key heads (groups of Mamba-2), R value heads of a
@@ -11,7 +11,7 @@ key head, H key width, V value width, X channels of a head.
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -45,85 +45,50 @@ class StateSlots:
     stacks: DeltaState
     """Of all layers and slots: inputs [L, A, W - 1, K, X] and memory [L, A, K, R, H, V]."""
     slots_U: jax.Array
-    """int32: the slot that each sequence goes on from."""
+    """int32: the slot that each sequence continues from."""
     kept_UJ: jax.Array
     """int32: the slots that take states: of a sequence with at most J tokens that after its j-th
-    token, of one with more that after its last, in the first. What is no slot takes nothing."""
+    token, of one with more that after its last, in the first. What is not a slot takes nothing."""
     query_start_U1: jax.Array
     """int32 [U + 1]: first token of each sequence in the step; padding comes after the last."""
     fresh_U: jax.Array
     """bool: whether a sequence begins in this step; it finds nothing, whatever its slot holds."""
 
-    def before(self, layer: jax.Array) -> tuple[jax.Array, ...]:
-        """What the convolutions of a layer saw last, [U, W - 1, K, X] each; 0 where a sequence
-        begins. To be read once: a second read beside `keep` would be of a copy of all slots."""
-
-        def read(stack_LAWKX: jax.Array) -> jax.Array:
-            shape = (len(self.slots_U), *stack_LAWKX.shape[2:])
-            # A condition keeps the read in one place.
-            kept_UWKX = jax.lax.cond(
-                jnp.all(self.fresh_U),
-                lambda: jnp.zeros(shape, stack_LAWKX.dtype),
-                lambda: stack_LAWKX[layer, self.slots_U],
-            )
-            return jnp.where(self.fresh_U[:, None, None, None], 0, kept_UWKX)
-
-        return tuple(read(stack_LAWKX) for stack_LAWKX in self.stacks.inputs)
-
-    def taps(self, x_TKX: jax.Array, before_UWKX: jax.Array) -> tuple[jax.Array, ...]:
-        """What each place of a convolution sees: W arrays [T, K, X], the oldest tokens' first.
-
-        Args:
-          x_TKX: the step's channels.
-          before_UWKX: of `before`.
-        """
-        T = len(x_TKX)
-        token_T = jnp.arange(T, dtype=jnp.int32)
-        ends_U = self.query_start_U1[1:]
-        row_T = jnp.searchsorted(ends_U, token_T, side="right", method="compare_all")
-        row_T = jnp.minimum(row_T, len(ends_U) - 1)
-        offset_T, kept = token_T - self.query_start_U1[row_T], before_UWKX.shape[1]
-        found = []
-        for back in range(kept, 0, -1):
-            own_TKX = jnp.pad(x_TKX, ((back, 0), (0, 0), (0, 0)))[:T]
-            place_T = jnp.minimum(offset_T + kept - back, kept - 1)
-            before_TKX = before_UWKX[row_T, place_T].astype(x_TKX.dtype)
-            found.append(jnp.where((offset_T >= back)[:, None, None], own_TKX, before_TKX))
-        return (*found, x_TKX)
-
-    def keep(
+    def convolve(
         self,
         layer: jax.Array,
-        inputs: tuple[jax.Array, ...],
-        before: tuple[jax.Array, ...],
-        memory_LAKRHV: jax.Array,
-    ) -> "StateSlots":
-        """The slots after a layer's step.
+        index: int,
+        x_TKX: jax.Array,
+        kernel_KXW: jax.Array,
+        bias_KX: jax.Array | None,
+        activation: kernels.Activation,
+    ) -> tuple[jax.Array, jax.Array]:
+        """One of the layer's convolutions over the step.
 
         Args:
           layer: int32.
-          inputs: the step's channels [T, K, X] of each convolution.
-          before: of `before`.
-          memory_LAKRHV: with the layer's new states in it.
+          index: of the convolution.
+          x_TKX: the step's channels.
+          kernel_KXW: its weights, the oldest token's first.
+          bias_KX: or None.
+          activation: applied to the sum.
+
+        Returns:
+          y [T, K, X], and all slots of that convolution, [L, A, W - 1, K, X], with the last tokens'
+          channels in them.
         """
-        starts_U = self.query_start_U1[:-1]
-        count_U1 = (self.query_start_U1[1:] - starts_U)[:, None]
-        place_J = jnp.arange(self.kept_UJ.shape[1])
-        seen_UJ = jnp.where(count_U1 > len(place_J), count_U1, place_J + 1)
-        slots_UJ = jnp.where(count_U1 > place_J, self.kept_UJ, memory_LAKRHV.shape[1])
-        kept: list[jax.Array] = []
-        for x_TKX, before_UWKX, stack_LAWKX in zip(inputs, before, self.stacks.inputs, strict=True):
-            size = before_UWKX.shape[1]
-            place_UJW = seen_UJ[..., None] + jnp.arange(size)
-            there_UJW = jnp.minimum(place_UJW, size - 1)
-            own_UJW = jnp.clip(starts_U[:, None, None] + place_UJW - size, 0, len(x_TKX) - 1)
-            last_UJWKX = jnp.where(
-                (place_UJW >= size)[..., None, None],
-                x_TKX[own_UJW].astype(stack_LAWKX.dtype),
-                jnp.take_along_axis(before_UWKX[:, None], there_UJW[..., None, None], axis=2),
-            )
-            kept.append(stack_LAWKX.at[layer, slots_UJ].set(last_UJWKX, mode="drop"))
-        return replace(self, stacks=DeltaState(tuple(kept), memory_LAKRHV))
+        return kernels.ragged_convolution(
+            x_TKX,
+            self.stacks.inputs[index],
+            kernel_KXW,
+            bias_KX,
+            activation=activation,
+            layer=layer,
+            query_start_U1=self.query_start_U1,
+            slots_U=self.slots_U,
+            kept_UJ=self.kept_UJ,
+            fresh_U=self.fresh_U,
+        )
 
     def read_and_write(
         self,
@@ -151,7 +116,7 @@ class StateSlots:
 
 
 def keeps_states(config: DecoderConfig) -> bool:
-    """Whether layers of a model keep a state of a fixed size in the place of keys and values."""
+    """Whether layers of a model keep a state of a fixed size in place of keys and values."""
     return config.linear is not None
 
 
@@ -220,7 +185,7 @@ def copy_states(stacks: DeltaState, pairs: jax.Array) -> DeltaState:
 
     Args:
       stacks: of all layers and slots.
-      pairs: int32 [2, n], sources and targets; those whose target is no slot come last, and copy
+      pairs: int32 [2, n], sources and targets; those whose target is not a slot come last, and copy
         nothing.
     """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from fornax.config.errors import ConfigError
+from fornax.optim.averages import Averages, average_with, power_decay, power_exponent
 from fornax.optim.config import EMA, AdamW, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
 from fornax.optim.rounding import UpdateCount, count_updates, is_rounded, round_as, widen
@@ -78,6 +79,10 @@ class Built:
         cast = {path: x.astype(wanted[path].dtype) for path, x in flatten(average).items()}
         return rebuild(params, cast)
 
+    def power_averages(self, state: optax.OptState) -> Averages | None:
+        """The averages of `ema.widths`, in their order; None where none are kept."""
+        return _found(state, Averages)
+
     def state_shardings(self, param_shardings: object) -> object:
         """Shardings of the state, like `init`'s result, from those of the parameters.
 
@@ -129,7 +134,7 @@ def build(
     known = Parameters(views, decayed(config, views), named)
     if total_steps < 1 or total_steps % config.accumulate:
         raise ConfigError(
-            f"total_steps={total_steps} is no positive multiple of accumulate={config.accumulate}"
+            f"total_steps={total_steps} is not a multiple of accumulate={config.accumulate} above 0"
             ", so the last gradients would never be applied; use a multiple"
         )
     schedule = build_schedule(
@@ -180,12 +185,17 @@ def _core(
     params: Parameters,
     assignments: Mapping[str, Assignment],
 ) -> optax.GradientTransformation:
-    clips = [make_clip(clip, params) for clip in config.clip]
+    clips = [_scoped("gradient_clipping", make_clip(clip, params)) for clip in config.clip]
     frozen = {path: assignment == _FROZEN for path, assignment in assignments.items()}
     if any(frozen.values()):
         clips.insert(0, optax.masked(optax.set_to_zero(), at_paths(frozen)))
     optimize = _by_treatment(schedule, params, assignments)
     return optax.chain(*clips, optimize) if clips else optimize
+
+
+def _scoped(name: str, transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same, its operations in a `jax.named_scope`."""
+    return transform._replace(update=jax.named_scope(name)(transform.update))
 
 
 def _by_treatment(
@@ -238,7 +248,11 @@ def _with_averages(
         look = config.lookahead
         return follow_slowly(chain, look.sync_period, look.slow_step_size, look.reset_state)
     if config.ema is not None:
-        return optax.chain(chain, average_parameters(config.ema.decay, config.ema.debias))
+        ema = config.ema
+        parts = [chain, average_parameters(ema.decay, ema.debias, ema.warmup)]
+        if ema.widths:
+            parts.append(average_with(*(power_decay(power_exponent(w)) for w in ema.widths)))
+        return optax.chain(*parts)
     return chain
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.optim.averages import power_exponent
 from fornax.optim.schedules import Constant, Cosine, Schedule
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "SOAP",
     "Adafactor",
     "AdamW",
+    "AdamW8bit",
     "AdaptiveClip",
     "Clip",
     "Group",
@@ -46,7 +48,7 @@ def _not_negative(**values: float | None) -> None:
 def _decay_rates(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not 0 <= value < 1:
-            raise ConfigError(f"{name}={value} is no decay rate; use a number in [0, 1)")
+            raise ConfigError(f"{name}={value} is not a decay rate; use a number in [0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,29 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdamW8bit:
+    """AdamW whose moments of weight matrices are kept in 8 bits (Dettmers et al. 2022).
+
+    Those of embeddings, the output head, norms, biases and small matrices stay float32.
+    """
+
+    type: Literal["adamw8bit"] = "adamw8bit"
+    b1: float = 0.9
+    """Decay rate of the first moment."""
+    b2: float = 0.95
+    """Decay rate of the second moment."""
+    eps: float = 1e-8
+    """Added to the square root of the second moment."""
+    weight_decay: float = 0.1
+    """Decay per unit of learning rate."""
+
+    def __post_init__(self) -> None:
+        _decay_rates(b1=self.b1, b2=self.b2)
+        _positive(eps=self.eps)
+        _not_negative(weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lion:
     """The sign of an interpolated momentum (`optax.lion`; Chen et al. 2023)."""
 
@@ -83,7 +108,7 @@ class Lion:
     b2: float = 0.99
     """Decay rate of the momentum."""
     weight_decay: float = 1.0
-    """Decay per unit of learning rate; Lion wants about ten times AdamW's at a tenth its rate."""
+    """Decay per unit of learning rate; Lion needs about ten times AdamW's at a tenth its rate."""
     mu_dtype: StateDtype | None = None
     """Type of the momentum; null keeps float32."""
 
@@ -157,7 +182,7 @@ class Muon:
     mu_dtype: StateDtype | None = None
     """Type of the momentum; null keeps float32."""
     fallback: AdamW = AdamW()
-    """What updates the parameters that are no weight matrices."""
+    """What updates the parameters that are not weight matrices."""
     fallback_learning_rate_factor: float = 1.0
     """Learning rate of the fallback, as a multiple of Muon's."""
 
@@ -200,7 +225,7 @@ class SOAP:
     weight_decay: float = 0.1
     """Decay per unit of learning rate."""
     fallback: AdamW = AdamW()
-    """What updates the parameters that are no weight matrices."""
+    """What updates the parameters that are not weight matrices."""
     fallback_learning_rate_factor: float = 1.0
     """Learning rate of the fallback, as a multiple of SOAP's."""
 
@@ -242,7 +267,7 @@ class Shampoo:
     weight_decay: float = 0.1
     """Decay per unit of learning rate."""
     fallback: AdamW = AdamW()
-    """What updates the parameters that are no weight matrices."""
+    """What updates the parameters that are not weight matrices."""
     fallback_learning_rate_factor: float = 1.0
     """Learning rate of the fallback, as a multiple of Shampoo's."""
 
@@ -324,7 +349,9 @@ class UserOptimizer:
         return hash((self.type, tuple(sorted(self.options))))
 
 
-Optimizer = AdamW | Lion | Adafactor | Muon | SOAP | Shampoo | SGD | RMSProp | UserOptimizer
+Optimizer = (
+    AdamW | AdamW8bit | Lion | Adafactor | Muon | SOAP | Shampoo | SGD | RMSProp | UserOptimizer
+)
 """The rule that turns gradients into updates."""
 
 
@@ -401,7 +428,7 @@ class Lookahead:
     slow_step_size: float = 0.5
     """How far the slow weights go towards the fast ones."""
     reset_state: bool = False
-    """Start the fast optimizer's state afresh after each slow update."""
+    """Reset the fast optimizer's state after each slow update."""
 
     def __post_init__(self) -> None:
         _positive(sync_period=self.sync_period)
@@ -418,9 +445,22 @@ class EMA:
     debias: bool = False
     """Start the average at zero and divide by 1 - decay^t, instead of starting it at the
     initial parameters."""
+    warmup: bool = False
+    """Decay by min(decay, (1 + n) / (10 + n)) at update n, so that a short run's average forgets
+    the initial parameters."""
+    widths: tuple[float, ...] = ()
+    """Further averages, whose weights are powers of the step, by their relative widths, such as
+    0.05 and 0.1: `fornax.optim.averages.reconstruct` makes one of any length of those that
+    checkpoints hold (Karras et al. 2024)."""
 
     def __post_init__(self) -> None:
         _decay_rates(decay=self.decay)
+        if self.debias and self.warmup:
+            raise ConfigError(
+                "ema.debias and ema.warmup both correct the start of the average; keep one of them"
+            )
+        for width in self.widths:
+            power_exponent(width)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from fornax.optim.config import (
     SOAP,
     Adafactor,
     AdamW,
+    AdamW8bit,
     AdaptiveClip,
     Clip,
     Lion,
@@ -22,6 +23,7 @@ from fornax.optim.config import (
     UserOptimizer,
     ValueClip,
 )
+from fornax.optim.eight_bit import scale_by_adam8bit
 from fornax.optim.muon import scale_by_muon
 from fornax.optim.schedules import ScheduleFn
 from fornax.optim.shampoo import scale_by_shampoo
@@ -90,6 +92,10 @@ def make_optimizer(
                 mask=params.mask,
                 nesterov=config.nesterov,
             )
+        case AdamW8bit():
+            own = {path: params.views[path] for path in paths}
+            scale = scale_by_adam8bit(own, b1=config.b1, b2=config.b2, eps=config.eps)
+            return _by_matrix(scale, config, schedule, params, paths)
         case Lion():
             return optax.lion(
                 schedule,
@@ -195,7 +201,7 @@ def _shampoo(
 
 def _by_matrix(
     scale: optax.GradientTransformation,
-    config: Muon | SOAP | Shampoo,
+    config: AdamW8bit | Muon | SOAP | Shampoo,
     schedule: ScheduleFn,
     params: Parameters,
     paths: tuple[str, ...],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fornax import kernels
 from fornax.optim.transforms import increment, transformation
 from fornax.optim.tree import flatten, rebuild
 
@@ -82,27 +83,8 @@ def round_stochastically(x: jax.Array, number: jax.Array, leaf: int) -> jax.Arra
       number: integer scalar: which update this is.
       leaf: which array of the update this is.
     """
-    noise = _hash(_hash(_index(x.shape) ^ _hash(number.astype(jnp.uint32))) + jnp.uint32(leaf))
+    noise = kernels.index_noise(x.shape, number, leaf)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     upper = ((bits + (noise >> 16)) >> 16).astype(jnp.uint16)
     rounded = jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
-
-
-def _index(shape: tuple[int, ...]) -> jax.Array:
-    """The row-major index of each element, modulo 2^32."""
-    index, stride = jnp.zeros(shape, jnp.uint32), 1
-    for dim in reversed(range(len(shape))):
-        place = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        index += place * jnp.uint32(stride % 2**32)
-        stride *= shape[dim]
-    return index
-
-
-def _hash(x: jax.Array) -> jax.Array:
-    """The 32-bit finalizer of MurmurHash3 (Appleby 2011), of x + 1 so that zero is no fixed
-    point."""
-    x = x + jnp.uint32(1)
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)

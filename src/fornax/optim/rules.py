@@ -45,7 +45,7 @@ def _matches(pattern: str, path: str) -> bool:
     try:
         return re.search(pattern, path) is not None
     except re.error as error:
-        raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from error
+        raise ConfigError(f"pattern {pattern!r} is not a regular expression: {error}") from error
 
 
 def _check_used(position: int, group: Group, groups: Mapping[str, int | None]) -> None:

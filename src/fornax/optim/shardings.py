@@ -3,6 +3,7 @@
 Shapes: R rows and C columns of a parameter's matrix view; batch dimensions in front.
 """
 
+import math
 from collections.abc import Mapping
 
 import jax
@@ -102,6 +103,13 @@ def _spec(shape: tuple[int, ...], field: str, view: View, sharding: NamedShardin
         return PartitionSpec(*batch, _merged(dims, view, entries), None)
     if shape == view.shape:
         return PartitionSpec(*entries)
+    if field == "scales":
+        divides = [
+            n % _devices(entry, sharding.mesh) == 0 for n, entry in zip(shape, entries, strict=True)
+        ]
+        return PartitionSpec(
+            *(entry if ok else None for entry, ok in zip(entries, divides, strict=True))
+        )
     core = shape[len(batch) :]
     if field in _STACKS or shape[: len(batch)] != view.batch_shape:
         return PartitionSpec(*_placed(shape, entries, sharding.mesh))
@@ -112,6 +120,11 @@ def _spec(shape: tuple[int, ...], field: str, view: View, sharding: NamedShardin
         inner = tuple(entries[dim] for dim in (*view.rows, *view.cols))
         found = _placed(core, inner, sharding.mesh)
     return PartitionSpec(*batch, *found)
+
+
+def _devices(entry: Entry, mesh: Mesh | AbstractMesh) -> int:
+    axes = (entry,) if isinstance(entry, str) else (entry or ())
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def _placed(

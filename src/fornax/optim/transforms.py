@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fornax.optim.averages import warmed_up
 from fornax.optim.tree import at_paths, flatten, nest
 from fornax.optim.views import View
 
@@ -136,12 +137,15 @@ class EmaState(NamedTuple):
     average: optax.Params
 
 
-def average_parameters(decay: float, debias: bool) -> optax.GradientTransformation:
+def average_parameters(
+    decay: float, debias: bool, warmup: bool = False
+) -> optax.GradientTransformation:
     """Keep a running average of the parameters as they are after the update.
 
     average <- decay * average + (1 - decay) * (params + updates), in float32. It changes no update
     and must be the last of a chain.
     """
+    decay_at = warmed_up(decay) if warmup else lambda count: decay
 
     def init(params: optax.Params) -> EmaState:
         start = jax.tree.map(
@@ -154,8 +158,9 @@ def average_parameters(decay: float, debias: bool) -> optax.GradientTransformati
         updates: optax.Updates, state: EmaState, params: optax.Params
     ) -> tuple[optax.Updates, EmaState]:
         after = optax.apply_updates(params, updates)
+        share = decay_at(state.count.astype(jnp.float32))
         average = jax.tree.map(
-            lambda a, p: decay * a + (1 - decay) * p.astype(jnp.float32), state.average, after
+            lambda a, p: share * a + (1 - share) * p.astype(jnp.float32), state.average, after
         )
         return updates, EmaState(increment(state.count), average)
 

@@ -119,6 +119,11 @@ def _view(path: str, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
     # A scale, or a convolution, of each feature, however the features are arranged.
     if any(name in axes for name in _ONE_FEATURE):
         groups = [tuple(dim for group in groups for dim in group)]
+    # Alone it counts matrices or vectors, such as those of a modulation.
+    counted = [group for group in groups if all(axes[dim] == "groups" for dim in group)]
+    if len(groups) > len(counted):
+        groups = [group for group in groups if group not in counted]
+        batch.extend(dim for group in counted for dim in group)
     while len(groups) > 2:
         unnamed = [group for group in groups if all(axes[dim] is None for dim in group)]
         if not unnamed:

@@ -95,7 +95,7 @@ def _fits(seen: Estimate, scale: float) -> bool:
 
 
 def _rate(seen: Estimate) -> float:
-    """Seconds a token: a change of the batch must not look cheap."""
+    """Seconds per token: a change of the batch must not look cheap."""
     return seen.step_seconds / seen.tokens
 
 
@@ -106,7 +106,7 @@ def _try(expert_load: float, config: TrainConfig, topology: Topology) -> Estimat
     try:
         return estimate(config, topology, expert_load=expert_load)
     except FornaxError:
-        return None  # this change cannot run here, so it is no advice
+        return None  # this change cannot run here, so it is not suggested
 
 
 def _advice(change: _Change, seen: Estimate, scale: float) -> Advice:

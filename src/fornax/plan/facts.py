@@ -8,6 +8,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+__all__ = [
+    "Advice",
+    "Buffer",
+    "ClassOfWork",
+    "CollectiveTime",
+    "Compilation",
+    "Exchange",
+    "Finding",
+    "Hardware",
+    "Memory",
+    "MemoryPart",
+    "Money",
+    "Option",
+    "Plan",
+    "Prediction",
+    "ProgramReport",
+    "Run",
+    "Speed",
+    "StepFacts",
+    "Work",
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -193,7 +215,7 @@ class ClassOfWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something in the program that its sharding rules did not ask for, and what would mend it."""
+    """Something in the program that its sharding rules did not ask for, and what would fix it."""
 
     kind: Literal["replicated", "collective"]
     what: str

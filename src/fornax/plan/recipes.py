@@ -7,27 +7,28 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import fornax
 from fornax.config import ConfigError, from_mapping, load, to_mapping
 from fornax.config.files import write_whole
-from fornax.plan.facts import Plan
+from fornax.diffusion.config import DiffusionConfig
+from fornax.plan.denoiser import planned_facts
+from fornax.plan.diffusion import plan_diffusion
+from fornax.plan.facts import ProgramReport
 from fornax.plan.format import format_bound, format_bytes, format_count, format_seconds
 from fornax.plan.topology import Topology, parse_topology
 from fornax.plan.train import fitted, plan_train
 from fornax.train import TrainConfig
 
 _PLANNED = re.compile(r"^# Planned for: (.+)$", re.MULTILINE)
-_TITLE = re.compile(r"^# (Pretrain .+)$", re.MULTILINE)
+_TITLE = re.compile(r"^# ((Pretrain|Train) .+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A configuration and the chips that it is made for."""
-
+class _Planned:
     path: Path
     title: str
     topologies: tuple[str, ...]
@@ -37,9 +38,23 @@ class Recipe:
         """As in `recipes/NAME.yaml`."""
         return self.path.stem
 
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(_Planned):
+    """A configuration of pretraining and the chips that it is made for."""
+
     def config(self) -> TrainConfig:
         """The configuration."""
         return load(TrainConfig, file=self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoiserRecipe(_Planned):
+    """A configuration of `fornax diffusion train` and the chips that it is made for."""
+
+    def config(self) -> DiffusionConfig:
+        """The configuration."""
+        return load(DiffusionConfig, file=self.path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,24 +90,34 @@ def recipes_folder() -> Path:
 
 
 def find_recipes(folder: Path | None = None) -> list[Recipe]:
-    """Every recipe that says what it is planned for, by name."""
-    return list(_read(sorted((folder or recipes_folder()).glob("*.yaml"))))
+    """Every recipe of pretraining that says what it is planned for, by name."""
+    return [one for one in _read(folder) if isinstance(one, Recipe)]
 
 
-def _read(paths: Iterable[Path]) -> Iterator[Recipe]:
-    for path in paths:
+def find_denoiser_recipes(folder: Path | None = None) -> list[DenoiserRecipe]:
+    """Every recipe of a denoiser that says what it is planned for, by name."""
+    return [one for one in _read(folder) if isinstance(one, DenoiserRecipe)]
+
+
+def _read(folder: Path | None) -> Iterator[Recipe | DenoiserRecipe]:
+    for path in sorted((folder or recipes_folder()).glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         planned, title = _PLANNED.search(text), _TITLE.search(text)
         if planned and title:
             topologies = tuple(name.strip() for name in planned[1].split(","))
-            yield Recipe(path=path, title=title[1], topologies=topologies)
+            kind = Recipe if title[2] == "Pretrain" else DenoiserRecipe
+            yield kind(path=path, title=title[1], topologies=topologies)
 
 
-def program_key(recipe: Recipe, topology: Topology) -> str:
+def program_key(recipe: Recipe | DenoiserRecipe, topology: Topology) -> str:
     """Names the training step of a recipe on chips: another config or topology, another key."""
+    from fornax.plan.compile.diffusion import diffusion_request
     from fornax.plan.compile.train import train_request
 
-    request = train_request(fitted(recipe.config(), topology), ("train_step",))
+    if isinstance(recipe, DenoiserRecipe):
+        request = diffusion_request(recipe.config())
+    else:
+        request = train_request(fitted(recipe.config(), topology), ("train_step",))
     asked = json.dumps([dict(request.arguments), topology.name], sort_keys=True)
     return hashlib.sha256(asked.encode()).hexdigest()[:16]
 
@@ -107,11 +132,12 @@ def compiled_recipes(folder: Path | None = None) -> dict[tuple[str, str], Compil
     return {(one.recipe, one.topology): one for one in found}
 
 
-def keep_compiled(recipe: Recipe, topology: Topology, plan: Plan) -> Compiled:
-    """Keep what a compiled plan of a recipe says, in `compiled.json` beside it."""
-    compilation, speed = plan.main.compilation, plan.speed
+def keep_compiled(
+    recipe: Recipe | DenoiserRecipe, topology: Topology, program: ProgramReport, mfu: float
+) -> Compiled:
+    """Keep what the compiler made of a recipe's training step, in `compiled.json` beside it."""
+    compilation = program.compilation
     assert compilation is not None
-    assert speed is not None
     found = Compiled(
         recipe=recipe.name,
         topology=topology.name,
@@ -119,10 +145,10 @@ def keep_compiled(recipe: Recipe, topology: Topology, plan: Plan) -> Compiled:
         date=datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         versions=compilation.versions,
         compile_seconds=round(compilation.compile_seconds, 1),
-        memory_bytes=plan.main.memory.total,
-        fits=plan.main.memory.fits,
-        step_seconds=speed.step_seconds,
-        mfu=speed.mfu,
+        memory_bytes=program.memory.total,
+        fits=program.memory.fits,
+        step_seconds=program.step_seconds,
+        mfu=mfu,
     )
     kept = {**compiled_recipes(recipe.path.parent), (recipe.name, topology.name): found}
     rows = [to_mapping(kept[pair]) for pair in sorted(kept)]
@@ -161,7 +187,47 @@ def recipes_page() -> str:
         for name in recipe.topologies:
             cells = _cells(recipe, parse_topology(name), kept.get((recipe.name, name)))
             lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *_denoisers(kept)]
     return "\n".join([*lines, ""])
+
+
+_DENOISER_HEAD = (
+    *("recipe", "chips", "examples a step", "of latents", "remat", "memory of a chip", "step"),
+    *("MFU", "bound by", "compiled: memory", "compiled: step", "MFU"),
+)
+
+
+def _denoisers(kept: Mapping[tuple[str, str], Compiled]) -> Iterator[str]:
+    """Lines of the table of denoisers."""
+    yield "## Denoisers"
+    yield ""
+    yield "Configurations of `fornax diffusion train`; the first figures are predicted from the"
+    yield "traced step ([training](../guides/diffusion-training.md)). None ran on these chips."
+    yield ""
+    yield f"| {' | '.join(_DENOISER_HEAD)} |"
+    yield f"| {' | '.join(['---'] * len(_DENOISER_HEAD))} |"
+    for recipe in find_denoiser_recipes():
+        for name in recipe.topologies:
+            config, topology = recipe.config(), parse_topology(name)
+            plan = plan_diffusion(config, topology)
+            memory, speed = plan.main.memory, plan.speed
+            assert speed is not None
+            found = kept.get((recipe.name, name))
+            facts = planned_facts(config)
+            shape = (*facts.usual, facts.channels)
+            cells = (
+                f"`{recipe.name}`",
+                f"`{name}`",
+                str(config.batch_size),
+                " x ".join(map(str, shape)),
+                config.remat,
+                f"{format_bytes(memory.total)} of {format_bytes(memory.usable)}",
+                format_seconds(speed.step_seconds),
+                f"{speed.mfu:.1%}",
+                format_bound(speed.bound, topology.chip.platform),
+                *(_compiled_cells(found) if found else ("", "", "")),
+            )
+            yield f"| {' | '.join(cells)} |"
 
 
 def _cells(recipe: Recipe, topology: Topology, compiled: Compiled | None) -> tuple[str, ...]:

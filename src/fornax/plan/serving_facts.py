@@ -6,6 +6,8 @@ Bytes are those of one chip and whole numbers; times are seconds.
 from dataclasses import dataclass
 from typing import Literal
 
+from fornax.config.price import Price
+
 Origin = Literal["compiled", "predicted"]
 Bound = Literal["weights", "cache", "compute", "exchange", "sampling"]
 """What a step waits for most: reading weights, reading the cache, arithmetic, the links between
@@ -93,7 +95,7 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeLatency:
-    """Bounds on decoding: every sequence of the batch gets one token a step."""
+    """Bounds on decoding: every sequence of the batch gets one token per step."""
 
     batch: int
     context: int
@@ -110,6 +112,8 @@ class DecodeLatency:
     bound: Bound
     tokens_per_second_per_chip: float
     origin: Origin
+    per_million_tokens: float | None = None
+    """What a million of these tokens cost, where a price was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,8 @@ class PromptLatency:
     bound: Bound
     tokens_per_second_per_chip: float
     origin: Origin
+    per_million_tokens: float | None = None
+    """What a million of these tokens cost, where a price was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +142,8 @@ class LargestBatch:
     seconds: float
     tokens_per_second_per_chip: float
     limited_by: Literal["latency", "cache", "max_num_seqs"]
+    per_million_tokens: float | None = None
+    """What a million of these tokens cost, where a price was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,4 +200,6 @@ class ServePlan:
     largest: tuple[LargestBatch, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     advice: tuple[Advice, ...] = ()
+    price: Price | None = None
+    """The user's, of a chip and hour."""
     notes: tuple[str, ...] = ()

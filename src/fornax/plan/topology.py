@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fornax.config.errors import ConfigError
 from fornax.mesh.hardware import Chip, chip_of, find_chip
-from fornax.plan.cpu import cpu_chip
+from fornax.mesh.hardware.cpu import cpu_chip
 
 if TYPE_CHECKING:
     import jax
@@ -55,7 +55,7 @@ class Topology:
 
     @property
     def accelerator(self) -> str:
-        """Cloud's name for a TPU slice: generations with two cores a chip count cores."""
+        """Cloud's name for a TPU slice: generations with two cores per chip count cores."""
         name = "v5litepod" if self.chip.name == "v5e" else self.chip.name
         return f"{name}-{math.prod(self.shape) * (2 if self.chip.torus == 3 else 1)}"
 

@@ -198,7 +198,7 @@ def _predicted(
         [estimate(config, topology, expert_load=expert_load).step],
         origin="predicted",
         how=f"Predicted from the hardware table of {platform}{measured}; nothing was compiled.",
-        notes=tuple(f"closed forms know no {name}" for name in left),
+        notes=tuple(f"closed forms do not cover {name}" for name in left),
     )
 
 

@@ -20,7 +20,7 @@ from fornax.preflight.harness import Case, CheckFailed, CheckSkipped, Harness
 from fornax.preflight.programs import Program
 from fornax.preflight.shrink import DEVICES, describe_mesh, float32, with_mesh
 from fornax.preflight.tolerance import Comparison
-from fornax.train import Hosts, TrainConfig
+from fornax.train import Hosts, TrainerConfig
 from fornax.train.session import Start, start
 from fornax.train.state import TrainState, as_tree
 
@@ -45,7 +45,7 @@ def checkpoint(harness: Harness) -> Iterator[Case]:
         )
 
 
-def _round_trip(harness: Harness, config: TrainConfig) -> Comparison:
+def _round_trip(harness: Harness, config: TrainerConfig) -> Comparison:
     """Save after a step, restore elsewhere, step on both: the same numbers up to rounding.
 
     Raises:
@@ -53,7 +53,7 @@ def _round_trip(harness: Harness, config: TrainConfig) -> Comparison:
         rows.
     """
     program = harness.program(config)
-    saved = program.run(harness.state, harness.rows).state
+    saved = program.run(harness.state_of(program), harness.rows).state
     host = jax.tree.map(np.asarray, saved)
     other = _elsewhere(harness, program)
     begun, following = _through_disk(program, other, saved)
@@ -62,7 +62,7 @@ def _round_trip(harness: Harness, config: TrainConfig) -> Comparison:
     begun.batches.close()
     for name, x in following.items():
         if not np.array_equal(x, rows[name]):
-            raise CheckFailed(f"the data goes on with other rows than it would have (`{name}`)")
+            raise CheckFailed(f"the data continues with other rows than it would have (`{name}`)")
     expected = harness.expected("float32", following, host)
     found = harness.check_step(other, other.run(begun.state, rows), expected, rows)
     return found.then(
@@ -70,10 +70,10 @@ def _round_trip(harness: Harness, config: TrainConfig) -> Comparison:
     )
 
 
-def _bits(harness: Harness, config: TrainConfig) -> str:
+def _bits(harness: Harness, config: TrainerConfig) -> str:
     """The state of the config as it is, through the disk to another mesh."""
     program = harness.program(config)
-    saved = program.run(harness.state, harness.rows).state
+    saved = program.run(harness.state_of(program), harness.rows).state
     host = jax.tree.map(np.asarray, saved)
     other = _elsewhere(harness, program)
     begun, _ = _through_disk(program, other, saved)

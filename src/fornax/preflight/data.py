@@ -4,12 +4,14 @@ Legend: B rows of the global batch. Hosts that do not divide it hold padding at 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 
 from fornax.preflight.harness import Case, CheckFailed, Harness
-from fornax.train import Hosts, Ledger, TrainConfig, pretrain_task
+from fornax.preflight.subject import Rows, Subject
+from fornax.train import Hosts, Ledger, Task, TrainerConfig
 from fornax.train.hosts import data_shards, split_between
 from fornax.train.session import prepare
 from fornax.train.step import batch_shardings
@@ -18,8 +20,6 @@ __all__ = ["data"]
 
 _HOSTS = (1, 2, 3, 4, 5)
 _BATCHES = 3
-
-Rows = dict[str, np.ndarray]
 
 
 def data(harness: Harness) -> Iterator[Case]:
@@ -38,11 +38,12 @@ def _rows(harness: Harness, count: int) -> str:
     Raises:
       CheckFailed: for rows that are missing, wrong, or read twice.
     """
-    config = harness.config
-    whole = _read(config, Hosts())
+    config, subject = harness.config, harness.subject
+    task = subject.task(config)
+    whole = _read(task, Hosts())
     for batch in whole:
-        _check_distinct(batch)
-    held = _held(config, count)
+        _check_distinct(batch[subject.content])
+    held = _held(config, task, count)
     parts = {p: split_between(held, _total(held), p) for p in held}
     for process, hosts in parts.items():
         twin = next(p for p in held if held[p] == held[process])
@@ -56,25 +57,25 @@ def _rows(harness: Harness, count: int) -> str:
                 f"host {process} reads one of {hosts.count} equal parts of a batch, and its "
                 f"devices hold {own} of {_total(held)}"
             )
-        share = _read(config, hosts)
+        share = _read(task, hosts)
         for number, batch in enumerate(whole):
-            _check_share(batch, share[number], hosts, process, number)
+            _check_share(batch, share[number], hosts, subject, where=(process, number))
     read = sorted({hosts.index for hosts in parts.values()})
     if read != list(range(parts[0].count)):
         raise CheckFailed(f"the parts {read} of {parts[0].count} are read: rows are left out")
     return f"{_BATCHES} batches of {config.batch_size} rows, bit for bit, none twice"
 
 
-def _read(config: TrainConfig, hosts: Hosts) -> list[Rows]:
+def _read(task: Task[Any], hosts: Hosts) -> list[Rows]:
     """The first batches of one host, as the trainer reads them."""
-    batches = pretrain_task(config).batches("train", hosts)
+    batches = task.batches("train", hosts)
     try:
         return [next(batches) for _ in range(_BATCHES)]
     finally:
         batches.close()
 
 
-def _held(config: TrainConfig, count: int) -> dict[int, set[tuple[int, int]]]:
+def _held(config: TrainerConfig, task: Task[Any], count: int) -> dict[int, set[tuple[int, int]]]:
     """The spans of rows that the devices of each of `count` hosts hold: neighbours in the mesh.
 
     Hosts that do not divide the devices have one each and share rows only.
@@ -82,7 +83,7 @@ def _held(config: TrainConfig, count: int) -> dict[int, set[tuple[int, int]]]:
     total = int(np.prod(list(config.mesh.axis_sizes().values())))
     if total % count:
         return {process: {(process, process + 1)} for process in range(count)}
-    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:total])
+    programs = prepare(config, task, Ledger(), jax.devices()[:total])
     mesh, rules = programs.parts.mesh, programs.parts.rules
     shape = (data_shards(mesh.shape, rules),)
     where = batch_shardings({"rows": jax.ShapeDtypeStruct(shape, np.int32)}, mesh, rules)["rows"]
@@ -98,30 +99,41 @@ def _total(held: dict[int, set[tuple[int, int]]]) -> int:
     return max(stop for spans in held.values() for _, stop in spans)
 
 
-def _check_distinct(batch: Rows) -> None:
-    """Documents are random, so that no two rows of a batch are equal unless one is read twice."""
-    _, first, counts = np.unique(batch["tokens"], axis=0, return_index=True, return_counts=True)
+def _check_distinct(rows: np.ndarray) -> None:
+    """Examples are random, so that no two rows of a batch are equal unless one is read twice."""
+    _, first, counts = np.unique(rows, axis=0, return_index=True, return_counts=True)
     if (counts > 1).any():
         row = int(first[counts > 1][0])
-        raise CheckFailed(f"row {row} of a global batch stands in it {counts.max()} times")
+        raise CheckFailed(f"row {row} of a global batch occurs in it {counts.max()} times")
 
 
-def _check_share(batch: Rows, share: Rows, hosts: Hosts, process: int, number: int) -> None:
-    """Part `hosts.index` of `hosts.count` equal ones of the global batch, zeros past its end."""
-    size = -(-len(batch["tokens"]) // hosts.count)
+def _check_share(
+    batch: Rows, share: Rows, hosts: Hosts, subject: Subject, where: tuple[int, int]
+) -> None:
+    """Part `hosts.index` of `hosts.count` equal ones of the global batch; nothing past its end."""
+    process, number = where
+    total = len(batch[subject.content])
+    size = -(-total // hosts.count)
+    rows = np.arange(hosts.index * size, (hosts.index + 1) * size)
+    real = rows < total
     for name, x in batch.items():
-        whole = np.concatenate([x, np.zeros((size * hosts.count - len(x), *x.shape[1:]), x.dtype)])
-        want, got = whole[hosts.index * size : (hosts.index + 1) * size], share.get(name)
-        if got is None or got.shape != want.shape:
-            shape = None if got is None else got.shape
+        got, shape = share.get(name), (size, *x.shape[1:])
+        if got is None or got.shape != shape:
+            found = None if got is None else got.shape
             raise CheckFailed(
-                f"host {process} reads `{name}` of shape {shape}, its part is {want.shape}"
+                f"host {process} reads `{name}` of shape {found}, its part is {shape}"
             )
-        wrong = np.flatnonzero((got != want).any(axis=1))
+        if (subject.zeros is None or name in subject.zeros) and got[~real].any():
+            raise CheckFailed(f"host {process} reads `{name}` past the end of batch {number}")
+        wrong = np.flatnonzero(_differ(got[real], x[rows[real]]))
         if wrong.size:
-            row = hosts.index * size + int(wrong[0])
-            copy = np.flatnonzero((x == got[wrong[0]]).all(axis=1))
+            copy = np.flatnonzero(~_differ(x, got[wrong[0]][None]))
             other = f"row {copy[0]}, another host's" if copy.size else "a row of no host"
             raise CheckFailed(
-                f"host {process} should read row {row} of batch {number}, not {other}"
+                f"host {process} should read row {rows[wrong[0]]} of batch {number}, not {other}"
             )
+
+
+def _differ(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which rows differ in any place."""
+    return (a != b).any(axis=tuple(range(1, a.ndim)))

@@ -1,8 +1,6 @@
 """What all checks share: the shrunk config, its rows and first state, its programs, the reference.
 
 A check is a `Case`: something to run, and how its answer becomes a line of the report.
-
-Legend: B rows, T tokens of a row.
 """
 
 import dataclasses
@@ -12,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from fornax.preflight.programs import (
 )
 from fornax.preflight.report import Check, Group
 from fornax.preflight.shrink import Shrunk, float32, with_mesh
+from fornax.preflight.subject import Rows, Subject
 from fornax.preflight.tolerance import (
     Comparison,
     Noise,
@@ -40,13 +40,11 @@ from fornax.preflight.tolerance import (
     measure_noise,
     unit,
 )
-from fornax.train import Hosts, Ledger, TrainConfig, pretrain_task
+from fornax.train import Ledger, Task, TrainerConfig
 from fornax.train.session import first_state, prepare
 from fornax.train.state import TrainState
 
-__all__ = ["Case", "CheckFailed", "CheckSkipped", "Harness", "Rows", "run_case", "without_remat"]
-
-Rows = dict[str, np.ndarray]
+__all__ = ["Case", "CheckFailed", "CheckSkipped", "Harness", "run_case"]
 
 
 class CheckFailed(Exception):  # noqa: N818  (an answer, not an error of the program)
@@ -101,11 +99,6 @@ def run_case(case: Case) -> Check:
     )
 
 
-def without_remat(config: TrainConfig) -> TrainConfig:
-    """The config with everything kept for the backward pass."""
-    return dataclasses.replace(config, remat="none", remat_save=(), remat_offload=())
-
-
 @dataclass(frozen=True)
 class Expected:
     """What the reference says about some rows, and how exactly."""
@@ -119,45 +112,52 @@ class Expected:
 class Harness:
     """One shrunk config with everything that is computed once for all checks."""
 
-    def __init__(self, shrunk: Shrunk):
+    def __init__(self, shrunk: Shrunk[Any], subject: Subject):
         """Nothing is computed until a check asks for it."""
-        self.shrunk = shrunk
+        self.shrunk, self.subject = shrunk, subject
         self.config = shrunk.config
         """The whole mesh and every choice of the user's."""
         self.single = with_mesh(
-            dataclasses.replace(without_remat(float32(shrunk.config)), accumulate=1)
+            dataclasses.replace(subject.without_remat(float32(shrunk.config)), accumulate=1)
         )
         """One device, float32, nothing accumulated or recomputed."""
         self._programs: dict[tuple[str, str | None], Program] = {}
         self._updates: dict[str, Update] = {}
+        self._states: dict[str, TrainState] = {}
         self._expected: dict[bytes, Expected] = {}
 
     @functools.cached_property
     def rows(self) -> Rows:
         """A batch."""
-        return first_rows(self.config)
+        return self.subject.rows(self.config)
 
     @functools.cached_property
     def state(self) -> TrainState:
         """What every program starts from; on the host."""
-        return start_state(self.single, self.config.dtypes.param_dtype)
+        task = self.subject.task(self.single)
+        return start_state(self.single, task, self.config.dtypes.param_dtype)
+
+    def state_of(self, program: Program) -> TrainState:
+        """`state` with the optimizer's as it is for a program's own dtype of parameters."""
+        dtype = program.config.dtypes.params
+        if dtype not in self._states:
+            like = program.plain.abstract.params
+            params = jax.tree.map(
+                lambda x, spec: jnp.asarray(x, spec.dtype), self.state.params, like
+            )
+            optimizer = jax.jit(program.plain.parts.optim.init)(params)
+            optimizer = jax.tree.map(np.asarray, optimizer)
+            self._states[dtype] = dataclasses.replace(self.state, optimizer=optimizer)
+        return self._states[dtype]
 
     @functools.cached_property
     def _reference(self) -> Reference:
-        return make_reference(self.single)
+        return make_reference(self.single, self.subject)
 
     @property
     def terms(self) -> int:
         """The longest sum in a gradient."""
-        model = self.config.model
-        assert model is not None
-        return max(
-            self.rows["tokens"].size,
-            model.hidden_size,
-            *model.mlp_widths,
-            model.vocab_size,
-            model.num_heads * model.head_width,
-        )
+        return self.subject.terms(self.config, self.rows)
 
     def expected(
         self, dtype: str, rows: Rows | None = None, state: TrainState | None = None
@@ -180,13 +180,14 @@ class Harness:
             self._expected[key] = Expected(loss, gradients, z_loss, noise)
         return self._expected[key]
 
-    def program(self, config: TrainConfig, implementation: str | None = None) -> Program:
+    def program(self, config: TrainerConfig, implementation: str | None = None) -> Program:
         """The trainer's program of a config on virtual devices; each is compiled once."""
         key = (dump_yaml(config), implementation)
         if key not in self._programs:
             count = math.prod(config.mesh.axis_sizes().values())
             devices = jax.devices()[:count]
-            self._programs[key] = Program(config, devices, implementation=implementation)
+            task = self.subject.task(config, implementation)
+            self._programs[key] = Program(config, task, devices)
         return self._programs[key]
 
     def verify(self, program: Program, rows: Rows | None = None) -> Comparison:
@@ -197,7 +198,7 @@ class Harness:
             array that differ between devices.
         """
         rows = self.rows if rows is None else rows
-        outcome = program.run(self.state, rows)
+        outcome = program.run(self.state_of(program), rows)
         expected = self.expected(program.config.dtypes.compute, rows)
         found = self.check_step(program, outcome, expected, rows)
         return found.then(self._check_update(program, outcome))
@@ -206,7 +207,8 @@ class Harness:
         self, program: Program, outcome: Outcome, expected: Expected, rows: Rows
     ) -> Comparison:
         """Hold the loss and the gradients of a step against what they should be."""
-        weight = float(rows["loss_weights"].sum())
+        weights = rows[self.subject.weights]
+        weight = float(weights.sum())
         if outcome.weight != weight:
             raise CheckFailed(
                 f"the weights of the batch add up to {outcome.weight:g}, not {weight:g}"
@@ -215,8 +217,8 @@ class Harness:
             raise CheckFailed(f"the step was skipped: its loss is {outcome.loss} and not finite")
         dtypes = program.config.dtypes
         factor = allowance(dtypes.compute, self.terms)
-        tokens = int(np.count_nonzero(rows["loss_weights"]))
-        allowed = expected.noise.of_loss(expected.loss, factor, tokens, dtypes.compute)
+        parts = int(np.count_nonzero(weights))
+        allowed = expected.noise.of_loss(expected.loss, factor, parts, dtypes.compute)
         found = compare_number("loss", outcome.loss, expected.loss, allowed)
         tolerances = {
             path: expected.noise.tolerance(path, value, factor, unit(dtypes.params))
@@ -236,10 +238,11 @@ class Harness:
         u = unit(dtypes.params)
         if dtypes.params not in self._updates:
             config = dataclasses.replace(self.single, dtypes=dtypes)
-            self._updates[dtypes.params] = make_update(config)
+            self._updates[dtypes.params] = make_update(config, self.subject.task(config))
         update = self._updates[dtypes.params]
-        kept = dataclasses.replace(outcome.state, rng=self.state.rng)
-        state = jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), self.state, kept)
+        start = self.state_of(program)
+        kept = dataclasses.replace(outcome.state, rng=start.rng)
+        state = jax.tree.map(lambda x, like: np.asarray(x).astype(like.dtype), start, kept)
 
         def compute(gradients: Mapping[str, np.ndarray]) -> tuple[float, Rows]:
             return 0.0, update(state, gradients)
@@ -261,24 +264,7 @@ def _digest(dtype: str, *arrays: Mapping[str, np.ndarray]) -> bytes:
     return found.digest()
 
 
-def first_rows(config: TrainConfig) -> Rows:
-    """The first batch of a config, packed as it packs, with padding and unequal rows.
-
-    Every second row ends after a third: micro-batches, and devices, then hold unequal weights, so
-    that a mean of means is not the mean.
-    """
-    batches = pretrain_task(config).batches("train", Hosts())
-    try:
-        rows = next(batches)
-    finally:
-        batches.close()
-    B, T = rows["tokens"].shape
-    ends = np.array([T - row % 5 if row % 2 == 0 else T // 3 + row % 3 for row in range(B)])
-    inside_BT = np.arange(T) < ends[:, None]
-    return {name: np.where(inside_BT, x, 0).astype(x.dtype) for name, x in rows.items()}
-
-
-def start_state(config: TrainConfig, dtype: jax.typing.DTypeLike) -> TrainState:
+def start_state(config: TrainerConfig, task: Task[Any], dtype: jax.typing.DTypeLike) -> TrainState:
     """The trainer's first state on the host, in float32, as after a little training.
 
     Parameters that start all equal (scales of norms, biases) get values of their own: with zeros
@@ -286,9 +272,10 @@ def start_state(config: TrainConfig, dtype: jax.typing.DTypeLike) -> TrainState:
 
     Args:
       config: of one device, in float32.
+      task: its task.
       dtype: parameters are rounded to it, so that keeping them in it loses nothing.
     """
-    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:1])
+    programs = prepare(config, task, Ledger(), jax.devices()[:1])
     state = first_state(config, programs)
     rng = np.random.default_rng(config.seed)
 

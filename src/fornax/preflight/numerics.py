@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +18,12 @@ from fornax.preflight.harness import (
     CheckFailed,
     CheckSkipped,
     Harness,
-    Rows,
-    without_remat,
 )
 from fornax.preflight.report import Group
 from fornax.preflight.shrink import describe_mesh, float32, on_mesh, shrink, with_mesh
+from fornax.preflight.subject import Rows
 from fornax.preflight.tolerance import Comparison, allowance, compare_number
-from fornax.train import TrainConfig
+from fornax.train import TrainConfig, TrainerConfig
 
 __all__ = ["numerics"]
 
@@ -34,7 +34,7 @@ _OF_TPU = "splash"
 """The implementation that is interpreted here: it is slow, so a quick preflight leaves it out."""
 
 
-def numerics(harness: Harness, config: TrainConfig, *, quick: bool) -> Iterator[Case]:
+def numerics(harness: Harness, config: TrainerConfig, *, quick: bool) -> Iterator[Case]:
     """All of them, a choice alone before it is combined.
 
     Args:
@@ -42,9 +42,15 @@ def numerics(harness: Harness, config: TrainConfig, *, quick: bool) -> Iterator[
       config: the user's.
       quick: leave out what combines everything with each implementation of attention.
     """
-    yield from _attention(config)
+    if not isinstance(config, TrainConfig):  # no documents, routers or z-loss
+        yield from _one_device(harness)
+        yield from _meshes(harness)
+        yield from _precision(harness)
+        return
+    yield from _attention(harness, config)
     yield from _one_device(harness)
-    yield from _meshes(harness)
+    yield from _one_device_of_decoders(harness)
+    yield from _meshes(harness, documents=True)
     yield from _routers(harness, config)
     if not quick:
         yield from _attention_together(harness, config)
@@ -52,15 +58,15 @@ def numerics(harness: Harness, config: TrainConfig, *, quick: bool) -> Iterator[
 
 
 def _verify(
-    harness: Harness, config: TrainConfig, implementation: str | None = None
+    harness: Harness, config: TrainerConfig, implementation: str | None = None
 ) -> Callable[[], Comparison]:
     return lambda: harness.verify(harness.program(config, implementation))
 
 
-def _attention(config: TrainConfig) -> Iterator[Case]:
+def _attention(harness: Harness, config: TrainConfig) -> Iterator[Case]:
     """Each implementation on one device, on rows long enough that none declines. Linear layers,
     which have one, have several chunks there."""
-    long = Harness(shrink(with_mesh(config), seq_len=_LONG, depth="kinds"))
+    long = Harness(shrink(with_mesh(config), seq_len=_LONG, depth="kinds"), harness.subject)
     attends = config.model is None or config.model.attends
 
     def run(name: str | None) -> Comparison:
@@ -93,14 +99,8 @@ def _attention(config: TrainConfig) -> Iterator[Case]:
 
 
 def _one_device(harness: Harness) -> Iterator[Case]:
-    """The trainer's step on one device: packing, accumulation, remat, z-loss."""
+    """The trainer's step on one device: accumulation, remat."""
     small = harness.config
-    yield Case(
-        group="packing",
-        name="documents in a row, on one device",
-        run=lambda: _documents(harness, harness.single),
-        isolated=True,
-    )
     accumulated = dataclasses.replace(harness.single, accumulate=small.accumulate)
     yield Case(
         group="accumulation",
@@ -113,18 +113,28 @@ def _one_device(harness: Harness) -> Iterator[Case]:
     yield Case(
         group="remat",
         name=f"{small.remat}",
-        run=unused if without_remat(remade) == remade else _verify(harness, remade),
+        run=unused if harness.subject.without_remat(remade) == remade else _verify(harness, remade),
+        isolated=True,
+    )
+
+
+def _one_device_of_decoders(harness: Harness) -> Iterator[Case]:
+    """What rows of documents add: packing, z-loss."""
+    yield Case(
+        group="packing",
+        name="documents in a row, on one device",
+        run=lambda: _documents(harness, harness.single),
         isolated=True,
     )
     yield Case(
         group="z_loss",
-        name=f"weight {small.z_loss:g}",
+        name=f"weight {harness.config.z_loss:g}",
         run=lambda: _z_loss(harness),
         isolated=True,
     )
 
 
-def _meshes(harness: Harness) -> Iterator[Case]:
+def _meshes(harness: Harness, *, documents: bool = False) -> Iterator[Case]:
     """Every axis, every pair of axes, then the whole mesh with accumulation and remat."""
     axes = harness.shrunk.axes
     if not axes:
@@ -144,13 +154,14 @@ def _meshes(harness: Harness) -> Iterator[Case]:
         )
     for mesh in harness.shrunk.meshes:
         config = float32(on_mesh(harness.config, mesh))
-        name = f"{describe_mesh(mesh)}{_also(config)}"
+        name = f"{describe_mesh(mesh)}{_also(harness, config)}"
         yield Case(group="mesh", name=name, run=_verify(harness, config))
-        yield Case(
-            group="packing",
-            name=f"documents in a row, on {name}",
-            run=lambda config=config: _documents(harness, config),
-        )
+        if documents:
+            yield Case(
+                group="packing",
+                name=f"documents in a row, on {name}",
+                run=lambda config=config: _documents(harness, config),
+            )
 
 
 def _routers(harness: Harness, config: TrainConfig) -> Iterator[Case]:
@@ -168,7 +179,7 @@ def _routers(harness: Harness, config: TrainConfig) -> Iterator[Case]:
     experts = dataclasses.replace(model.experts, **weights)
     small = float32(dataclasses.replace(harness.config, accumulate=1))
     small = dataclasses.replace(small, model=dataclasses.replace(model, experts=experts))
-    own = Harness(dataclasses.replace(harness.shrunk, config=small))
+    own = Harness(dataclasses.replace(harness.shrunk, config=small), harness.subject)
     for mesh in harness.shrunk.meshes:
         one = on_mesh(small, mesh)
         yield Case(group=group, name=f"{name} on {describe_mesh(mesh)}", run=_verify(own, one))
@@ -178,7 +189,7 @@ def _attention_together(harness: Harness, config: TrainConfig) -> Iterator[Case]
     """On the whole mesh, the implementations that the trainer does not choose here of itself."""
     if not harness.shrunk.axes or (config.model is not None and not config.model.attends):
         return
-    long = Harness(shrink(config, seq_len=_LONG, depth="quick"))
+    long = Harness(shrink(config, seq_len=_LONG, depth="quick"), harness.subject)
 
     def run(name: str) -> Comparison:
         here = long if name == "blockwise" else harness
@@ -191,7 +202,7 @@ def _attention_together(harness: Harness, config: TrainConfig) -> Iterator[Case]
     for name in ("blockwise", "xla"):
         yield Case(
             group="attention",
-            name=f"{name} on {describe_mesh(small.mesh)}{_also(small)}",
+            name=f"{name} on {describe_mesh(small.mesh)}{_also(harness, small)}",
             run=lambda name=name: run(name),
         )
 
@@ -209,7 +220,7 @@ def _precision(harness: Harness) -> Iterator[Case]:
         config = on_mesh(harness.config, mesh)
         yield Case(
             group="precision",
-            name=f"all as configured: {name}, {describe_mesh(mesh)}{_also(config)}",
+            name=f"all as configured: {name}, {describe_mesh(mesh)}{_also(harness, config)}",
             run=_verify(harness, config),
         )
 
@@ -219,10 +230,10 @@ def _reason(error: KernelError) -> str:
     return str(error).partition("declines this call: ")[2].partition("; use one of")[0]
 
 
-def _also(config: TrainConfig) -> str:
+def _also(harness: Harness, config: Any) -> str:
     """What goes with the mesh."""
     parts = [f"accumulate {config.accumulate}"] if config.accumulate > 1 else []
-    parts += [f"remat {config.remat}"] if without_remat(config) != config else []
+    parts += [f"remat {config.remat}"] if harness.subject.without_remat(config) != config else []
     return "".join(f" with {part}" for part in parts[:1]) + "".join(
         f" and {part}" for part in parts[1:]
     )
@@ -252,20 +263,23 @@ def _documents(harness: Harness, config: TrainConfig) -> Comparison:
         model = dataclasses.replace(model, experts=experts)
         config = dataclasses.replace(config, model=model)
         small = dataclasses.replace(harness.config, model=model)
-        harness = Harness(dataclasses.replace(harness.shrunk, config=small))
+        shrunk = dataclasses.replace(harness.shrunk, config=small)
+        harness = Harness(shrunk, harness.subject)
     program = harness.program(config)
     packed, chosen_BT = one_document(harness.rows)
     lonely = alone(packed, chosen_BT)
     expected = harness.expected("float32", lonely)
-    found = harness.check_step(program, program.run(harness.state, lonely), expected, lonely)
+    found = harness.check_step(
+        program, program.run(harness.state_of(program), lonely), expected, lonely
+    )
     for rows in (packed, stirred(packed, chosen_BT, model.vocab_size)):
-        outcome = program.run(harness.state, rows)
+        outcome = program.run(harness.state_of(program), rows)
         found = found.then(harness.check_step(program, outcome, expected, rows))
     return found
 
 
 def check_row_ends(rows: Rows) -> None:
-    """Each token's target is the next one of its document, and padding counts for nothing.
+    """Each token's target is the next one of its document, and padding is not counted.
 
     Raises:
       CheckFailed: naming the first row and token that say otherwise.
@@ -292,7 +306,7 @@ def _z_loss(harness: Harness) -> Comparison:
     if not harness.config.z_loss:
         raise CheckSkipped("z_loss is 0")
     program = harness.program(harness.single)
-    outcome = program.run(harness.state, harness.rows)
+    outcome = program.run(harness.state_of(program), harness.rows)
     expected = harness.expected("float32")
     found = harness.check_step(program, outcome, expected, harness.rows)
     factor = allowance("float32", harness.terms)

@@ -4,15 +4,9 @@ The program is `train.session.prepare`'s: the step of `fornax train`, compiled a
 Two things are added around it, neither of which computes: the optimizer's state also keeps the
 gradients it was given, and an attention implementation can be named.
 
-The reference is the loss written down plainly, in float32, on one device, the whole batch at once.
-It shares the parameters of the model with the trainer, and of its code embeddings, MLPs and the
-output projection: attention is the formula's, of latents without keys and values made of them, a
-linear layer's state goes from token to token, layers follow one another without a loop, every
-expert sees every token, each module that predicts further tokens has its loss of what stands so
-many tokens on, logits exist whole, nothing is recomputed, accumulated or sharded, and the
-gradient is `jax.grad`'s.
-
-Legend: B rows, T tokens of a row, D model width, V vocabulary.
+The reference is the loss written down plainly (`Subject.plain_loss`), in float32, on one device,
+the whole batch at once: nothing is recomputed, accumulated or sharded, and the gradient is
+`jax.grad`'s.
 """
 
 import dataclasses
@@ -26,20 +20,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fornax.models import Decoder, Routing, router_losses
-from fornax.models.attention import Attention
-from fornax.models.experts import Experts
-from fornax.models.gated_delta import GatedDeltaNet
-from fornax.models.latent import LatentAttention
-from fornax.models.mamba import Mamba2
 from fornax.optim.tree import flatten, nest, rebuild
-from fornax.preflight.attention import PlainAttention
-from fornax.preflight.experts import PlainExperts
-from fornax.preflight.latent import PlainLatent
-from fornax.preflight.layers import plain_hidden
-from fornax.preflight.linear import PlainGatedDelta, PlainMamba2
 from fornax.preflight.shrink import float32
-from fornax.train import Ledger, Loss, Task, TrainConfig, pretrain_task
+from fornax.preflight.subject import Subject
+from fornax.train import Ledger, Task, TrainerConfig
 from fornax.train.session import Programs, prepare
 from fornax.train.state import TrainState, split_model
 
@@ -78,22 +62,18 @@ class Program:
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: TrainerConfig,
+        task: Task[Any],
         devices: Sequence[jax.Device],
-        *,
-        implementation: str | None = None,
     ):
         """Lay out the state.
 
         Args:
           config: a shrunk config.
+          task: its task.
           devices: what its mesh lies on.
-          implementation: attention implementation to force; None leaves the choice to the trainer.
         """
         self.config = config
-        task = pretrain_task(config)
-        if implementation is not None:
-            task = _forcing(task, implementation)
         self.plain = prepare(config, task, Ledger(), devices)
         """As the trainer has it."""
         self._recording = _recording(self.plain)
@@ -184,46 +164,19 @@ def _recording(programs: Programs) -> Programs:
     )
 
 
-class _Forced:
-    """A decoder whose attention implementation is named."""
-
-    def __init__(self, decoder: Decoder, implementation: str):
-        self._decoder, self._implementation = decoder, implementation
-
-    def hidden(self, *args: Any, **kwargs: Any) -> jax.Array:
-        return self.hidden_and_routing(*args, **kwargs)[0]
-
-    def hidden_and_routing(self, *args: Any, **kwargs: Any) -> tuple[jax.Array, Routing | None]:
-        kwargs |= {"implementation": self._implementation}
-        return self._decoder.hidden_and_routing(*args, **kwargs)
-
-    def hidden_ahead(self, *args: Any, **kwargs: Any) -> Any:
-        kwargs |= {"implementation": self._implementation}
-        return self._decoder.hidden_ahead(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._decoder, name)
-
-
-def _forcing(task: Task, implementation: str) -> Task:
-    def loss(decoder: Decoder, batch: Mapping[str, jax.Array], key: jax.Array) -> Loss:
-        return task.loss(_Forced(decoder, implementation), batch, key)
-
-    return dataclasses.replace(task, loss=loss)
-
-
 Update = Callable[[TrainState, Mapping[str, np.ndarray]], Arrays]
 """A state on the host and gradients by path to the new parameters, and the optimizer's state below
 `optimizer`, by path."""
 
 
-def make_update(config: TrainConfig) -> Update:
+def make_update(config: TrainerConfig, task: Task[Any]) -> Update:
     """The optimizer's update alone, on one device: what a step must make of its gradients.
 
     Args:
       config: of one device; its optimizer and its dtypes count.
+      task: its task.
     """
-    built = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:1]).parts.optim
+    built = prepare(config, task, Ledger(), jax.devices()[:1]).parts.optim
 
     @jax.jit
     def run(
@@ -254,18 +207,17 @@ Reference = Callable[
 by path, and the z-loss, a part of the loss."""
 
 
-def make_reference(config: TrainConfig) -> Reference:
+def make_reference(config: TrainerConfig, subject: Subject) -> Reference:
     """The reference of one config, on one device; compiled once for each shape of batch."""
     config = float32(config)
-    task = pretrain_task(config)
+    task = subject.task(config)
+    plain_loss = subject.plain_loss(config)
     parts = split_model(nnx.eval_shape(lambda: task.build(nnx.Rngs(config.seed))))
 
     def loss(
         params: optax.Params, other: Any, batch: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        decoder = parts.merge(params, other, jax.random.key(0))
-        _make_plain(decoder)
-        return plain_loss(decoder, batch, config.z_loss, config.mtp_weight)
+        return plain_loss(parts.merge(params, other, jax.random.key(0)), batch)
 
     step = jax.jit(jax.value_and_grad(loss, has_aux=True))
 
@@ -279,56 +231,3 @@ def make_reference(config: TrainConfig) -> Reference:
         return float(loss), gradients, float(z_loss)
 
     return reference
-
-
-_PLAIN: dict[type[nnx.Module], type[nnx.Module]] = {
-    Attention: PlainAttention,
-    Experts: PlainExperts,
-    GatedDeltaNet: PlainGatedDelta,
-    LatentAttention: PlainLatent,
-    Mamba2: PlainMamba2,
-}
-
-
-def _make_plain(decoder: Decoder) -> None:
-    """Have a decoder's parts computed by the formula, in place."""
-    for _, module in nnx.iter_modules(decoder):
-        plain = _PLAIN.get(type(module))
-        if plain is not None:
-            object.__setattr__(module, "__class__", plain)
-
-
-def plain_loss(
-    decoder: Decoder, batch: Mapping[str, jax.Array], z_loss: float, mtp_weight: float | None
-) -> tuple[jax.Array, jax.Array]:
-    """Mean cross entropy of the next token with its z-loss (Chowdhery et al. 2022, section 5), the
-    losses of modules that predict further tokens (DeepSeek-AI 2024, equations 24 and 25) and of
-    routers, and the z-loss alone."""
-    (x_BTD, *further), routing = plain_hidden(decoder, batch)
-    targets_BT, weights_BT, ids_BT = (
-        batch[name] for name in ("targets", "loss_weights", "segment_ids")
-    )
-    lse_BT, losses_BT = _cross_entropy(decoder, x_BTD, targets_BT)
-    count = jnp.sum(weights_BT)
-    extra = z_loss * jnp.sum(weights_BT * lse_BT**2) / count
-    loss = jnp.sum(weights_BT * losses_BT) / count + extra
-    for on, x_BTD in enumerate(further, start=1):  # from a token, the target of the one `on` later
-        assert mtp_weight is not None
-        _, losses_BT = _cross_entropy(decoder, x_BTD[:, :-on], targets_BT[:, on:])
-        counted_BT = weights_BT[:, on:] * (ids_BT[:, on:] == ids_BT[:, :-on])
-        loss += mtp_weight / len(further) * jnp.sum(counted_BT * losses_BT) / count
-    experts = decoder.config.experts
-    if experts is not None and routing is not None:
-        found = router_losses(routing)
-        loss += experts.balance_loss * found["balance"] + experts.router_z_loss * found["router_z"]
-    return loss, extra
-
-
-def _cross_entropy(
-    decoder: Decoder, x_BTD: jax.Array, targets_BT: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The log-sum-exp of each token's logits, and its cross entropy, in nats."""
-    logits_BTV = decoder.logits(x_BTD)
-    lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return lse_BT, lse_BT - target_BT

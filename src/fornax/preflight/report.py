@@ -161,8 +161,4 @@ def format_report(report: Report) -> str:
     """What ran, and what it means."""
     sizes = report.shrunk
     mesh = " x ".join(f"{axis}={size}" for axis, size in sizes["mesh"].items()) or "one device"
-    return (
-        f"ran with {sizes['num_layers']} layers, width {sizes['hidden_size']}, "
-        f"{sizes['num_heads']} heads over {sizes['kv_heads']} key heads, "
-        f"{sizes['batch_size']} rows of {sizes['seq_len']} tokens, on {mesh}\n{report.paragraph()}"
-    )
+    return f"ran with {sizes['summary']}, on {mesh}\n{report.paragraph()}"

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from fornax.mesh import MESH_AXES, partition_spec, tree_shardings
 from fornax.preflight.harness import Case, CheckFailed, Harness
 from fornax.preflight.shrink import describe_mesh, on_mesh
-from fornax.train import Ledger, TrainConfig, pretrain_task
+from fornax.preflight.subject import Subject
+from fornax.train import Ledger, TrainerConfig
 from fornax.train.hosts import data_shards, padding_text
 from fornax.train.session import Programs, prepare
 from fornax.train.state import split_model
@@ -29,9 +30,11 @@ Spec = tuple[tuple[str, ...], ...]
 """Mesh axes of each dimension."""
 
 
-def rules(harness: Harness, config: TrainConfig) -> Iterator[Case]:
+def rules(harness: Harness, config: TrainerConfig) -> Iterator[Case]:
     """Whether the user's own model divides, whether every override and every mesh axis acts."""
-    yield Case(group="rules", name="the full model divides", run=lambda: _full(config))
+    yield Case(
+        group="rules", name="the full model divides", run=lambda: _full(config, harness.subject)
+    )
     for mesh in harness.shrunk.meshes:
         small = on_mesh(harness.config, mesh)
         yield Case(
@@ -55,7 +58,7 @@ class Asked(UserDict[str, tuple[str, ...]]):
         return axes
 
 
-def _full(config: TrainConfig) -> str:
+def _full(config: TrainerConfig, subject: Subject) -> str:
     """The user's own arrays over the user's own mesh; what -1 takes is not known and counts as 1.
 
     Raises:
@@ -66,10 +69,7 @@ def _full(config: TrainConfig) -> str:
         tuple(sizes.values()), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
     )
     table = config.mesh.resolved_rules()
-    from fornax.models import abstract_decoder
-
-    assert config.model is not None
-    parts = split_model(abstract_decoder(config.model, dtype=config.dtypes.param_dtype))
+    parts = split_model(subject.model(config))
     found = tree_shardings(parts.params, _as_mesh(mesh), table)
     arrays = len(jax.tree.leaves(found))
     size = describe_mesh(config.mesh)
@@ -83,7 +83,7 @@ def _as_mesh(mesh: AbstractMesh) -> Mesh:
     return mesh  # pyrefly: ignore[bad-return]
 
 
-def _used(config: TrainConfig, harness: Harness) -> str:
+def _used(config: TrainerConfig, harness: Harness) -> str:
     """Every override is looked up and divides something; so does every mesh axis.
 
     Raises:
@@ -92,13 +92,14 @@ def _used(config: TrainConfig, harness: Harness) -> str:
     count = 1
     for size in config.mesh.axis_sizes().values():
         count *= size
-    programs = prepare(config, pretrain_task(config), Ledger(), jax.devices()[:count])
+    programs = prepare(config, harness.subject.task(config), Ledger(), jax.devices()[:count])
     asked, activations = _trace(programs, harness)
     if config.mesh.num_stages() > 1:  # a pipeline copies the table, and looks up all of it
         wider = config.mesh.fsdp * config.mesh.stage
         mesh = dataclasses.replace(config.mesh, stage=1, fsdp=wider, across="data")
         flat = on_mesh(config, mesh)
-        flat_programs = prepare(flat, pretrain_task(flat), Ledger(), jax.devices()[:count])
+        task = harness.subject.task(flat)
+        flat_programs = prepare(flat, task, Ledger(), jax.devices()[:count])
         asked, _ = _trace(flat_programs, harness)
     params = list(_params(programs))
     asked |= {name for axes, _ in params for name in axes if name}

@@ -16,22 +16,27 @@ import jax
 from fornax import config as config_room
 from fornax.config import ConfigError, FornaxError, dump_yaml, environment, from_mapping, from_yaml
 from fornax.config.worker_process import WorkerProcess, ending, receive, send
+from fornax.diffusion.config import DiffusionConfig
 from fornax.mesh import check_use, initialize
 from fornax.models import check_model
 from fornax.preflight.checkpoint import checkpoint
 from fornax.preflight.data import data
-from fornax.preflight.harness import Case, Harness, run_case
+from fornax.preflight.decoder import DECODER
+from fornax.preflight.denoiser import DENOISER
+from fornax.preflight.harness import Case, CheckSkipped, Harness, run_case
 from fornax.preflight.numerics import numerics
 from fornax.preflight.report import GROUPS, Check, Group, Report
 from fornax.preflight.rules import rules
-from fornax.preflight.shrink import DEVICES, Shrunk, shrink
-from fornax.train import TrainConfig, with_model
+from fornax.preflight.shrink import DEVICES
+from fornax.preflight.subject import Subject
+from fornax.quant import check_training
+from fornax.train import TrainConfig, TrainerConfig, with_model
 
 __all__ = ["check", "preflight"]
 
 
 def preflight(
-    config: TrainConfig,
+    config: TrainConfig | DiffusionConfig,
     *,
     quick: bool = False,
     only: Collection[Group] = (),
@@ -42,7 +47,7 @@ def preflight(
     Runs in a process of its own, so that it does not matter which devices this one has.
 
     Args:
-      config: any pretraining config; its data is not read.
+      config: any config of pretraining, or of training a denoiser; its data is not read.
       quick: check the choices together; one by one only if something fails.
       only: groups of checks to run (`GROUPS`); none runs all.
       progress: called with each check as it ends.
@@ -55,7 +60,8 @@ def preflight(
     unknown = [name for name in only if name not in GROUPS]
     if unknown:
         raise ConfigError(f"there is no group of checks {unknown[0]!r}; use {', '.join(GROUPS)}")
-    request = {"config": dump_yaml(config), "quick": quick, "only": list(only)}
+    kind = type(config).__name__
+    request = {"kind": kind, "config": dump_yaml(config), "quick": quick, "only": list(only)}
     with (
         tempfile.TemporaryFile() as log,
         WorkerProcess(
@@ -92,10 +98,10 @@ def main(parent: Connection) -> None:
     """The child: receive a request; send each check as it ends, then the report, or the error."""
     request = receive(parent)
     try:
-        config = from_yaml(TrainConfig, request["config"], source="the config")
+        config = from_yaml(_KINDS[request["kind"]], request["config"], source="the config")
         initialize()
         report = check(
-            with_model(config, None),
+            with_model(config, None) if isinstance(config, TrainConfig) else config,
             quick=request["quick"],
             only=request["only"],
             progress=lambda check: send(parent, ("check", dataclasses.asdict(check))),
@@ -106,8 +112,13 @@ def main(parent: Connection) -> None:
         send(parent, ("report", dataclasses.asdict(report)))
 
 
+_KINDS: dict[str, type[TrainConfig] | type[DiffusionConfig]] = {
+    kind.__name__: kind for kind in (TrainConfig, DiffusionConfig)
+}
+
+
 def check(
-    config: TrainConfig,
+    config: TrainConfig | DiffusionConfig,
     *,
     quick: bool = False,
     only: Collection[Group] = (),
@@ -131,15 +142,11 @@ def check(
             "process of its own, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     began = time.monotonic()
-    check_use(config.mesh, "preflight")
-    if config.model is not None:
-        check_model(config.model, "preflight")
-        if config.mesh.context != 1:
-            check_model(config.model, "context axis")
-        if config.mesh.num_stages() != 1:
-            check_model(config.model, "stage axis")
-    shrunk = shrink(config, depth="quick" if quick else "whole")
-    cases = _cases(Harness(shrunk), config, quick=quick)
+    if isinstance(config, TrainConfig):
+        _check_decoder(config)
+    subject = DECODER if isinstance(config, TrainConfig) else DENOISER
+    shrunk = subject.shrink(config, quick)
+    cases = [*_cases(Harness(shrunk, subject), config, quick=quick), *_left_out(config, subject)]
     cases = [case for case in cases if not only or case.group in only]
     together = [case for case in cases if not (quick and case.isolated)]
     checks = _run(together, progress)
@@ -147,12 +154,29 @@ def check(
         found = _run([case for case in cases if case not in together], progress)
         checks = [*(each for each in found if not each.ok), *checks]
         checks += [each for each in found if each.ok]
+    mesh = {a: s for a, s in shrunk.config.mesh.axis_sizes().items() if s != 1}
     return Report(
-        shrunk=_summary(shrunk),
+        shrunk={**subject.sizes(shrunk.config), "mesh": mesh},
         checks=tuple(checks),
         quick=quick,
         seconds=round(time.monotonic() - began, 1),
     )
+
+
+def _check_decoder(config: TrainConfig) -> None:
+    """Refuse what a preflight of decoders does not have.
+
+    Raises:
+      ConfigError: naming it.
+    """
+    check_use(config.mesh, "preflight")
+    if config.model is not None:
+        check_model(config.model, "preflight")
+        check_training(config.quant, config.model, config.mesh)
+        if config.mesh.context != 1:
+            check_model(config.model, "context axis")
+        if config.mesh.num_stages() != 1:
+            check_model(config.model, "stage axis")
 
 
 def _run(cases: list[Case], progress: Callable[[Check], None]) -> list[Check]:
@@ -179,7 +203,7 @@ def _quick_compilation() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _cases(harness: Harness, config: TrainConfig, *, quick: bool) -> list[Case]:
+def _cases(harness: Harness, config: TrainerConfig, *, quick: bool) -> list[Case]:
     return [
         *rules(harness, config),
         *data(harness),
@@ -188,19 +212,14 @@ def _cases(harness: Harness, config: TrainConfig, *, quick: bool) -> list[Case]:
     ]
 
 
-def _summary(shrunk: Shrunk) -> dict[str, object]:
-    """The sizes that ran, by name."""
-    model, config = shrunk.config.model, shrunk.config
-    assert model is not None
-    names = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "head_width")
-    sizes = {name: getattr(model, name) for name in names}
-    mesh = {a: s for a, s in config.mesh.axis_sizes().items() if s != 1}
-    return {
-        **sizes,
-        "kv_heads": model.kv_heads,
-        "vocab_size": model.vocab_size,
-        "layers": [dataclasses.asdict(kind) for kind in model.layer_kinds()],
-        "seq_len": config.seq_len,
-        "batch_size": config.batch_size,
-        "mesh": mesh,
-    }
+def _left_out(config: TrainerConfig, subject: Subject) -> Iterator[Case]:
+    """What no check looks at, as a line of its own."""
+    reason = subject.left_out(config)
+    if reason is None:
+        return
+    name, _, why = reason.partition(": ")
+
+    def skip() -> str:
+        raise CheckSkipped(why)
+
+    yield Case(group="precision", name=name, run=skip)

@@ -12,13 +12,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from fornax.config.errors import ConfigError
 from fornax.data import Prefetch, PythonSource
-from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig, Rules, stage_axes
+from fornax.mesh import (
+    MESH_AXES,
+    DtypePolicy,
+    MeshConfig,
+    ProcessConfig,
+    Rules,
+    stage_axes,
+)
 from fornax.models import (
     DecoderConfig,
     ExpertsConfig,
@@ -31,7 +38,7 @@ from fornax.models.delta_config import GatedDeltaConfig
 from fornax.models.mamba_config import Mamba2Config
 from fornax.models.rope_config import LongRopeScaling, RopeConfig
 from fornax.optim import SOAP, Adafactor, OptimConfig, Optimizer, Shampoo
-from fornax.train import EvalConfig, TrainConfig
+from fornax.train import EvalConfig, ProfileConfig, TrainConfig, TrainerConfig
 
 __all__ = [
     "DEVICES",
@@ -39,8 +46,12 @@ __all__ = [
     "Shrunk",
     "describe_mesh",
     "float32",
+    "meshes_of",
     "on_mesh",
+    "pieces_on",
+    "settled_optim",
     "shrink",
+    "smallest_multiple",
     "with_mesh",
 ]
 
@@ -57,15 +68,17 @@ _HEAD_WIDTHS = (16, 24, 32, 40, 48, 64, 80, 96, 128)
 
 Depth = Literal["whole", "quick", "kinds"]
 
+ConfigT = TypeVar("ConfigT", bound=TrainerConfig)
+
 Pieces = Callable[..., int]
 """Logical axes to the number that sizes of all of them must be multiples of."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shrunk:
+class Shrunk(Generic[ConfigT]):
     """A config made small, and the meshes to try it on."""
 
-    config: TrainConfig
+    config: ConfigT
     """On the largest mesh; every other choice is the user's own."""
     axes: tuple[str, ...]
     """Mesh axes that the config uses, slowest link first."""
@@ -73,7 +86,9 @@ class Shrunk:
     """The whole mesh; several, which hold every three axes together, where four do not fit."""
 
 
-def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") -> Shrunk:
+def shrink(
+    config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole"
+) -> Shrunk[TrainConfig]:
     """Shrink a config.
 
     Sizes of the mesh become 2 each, and the axis that takes what is left takes what is left of
@@ -90,14 +105,9 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
     if config.model is None:
         raise ConfigError("model is null; name weights with init_from, or describe the model")
     sizes = config.mesh.axis_sizes()
-    axes = tuple(axis for axis, size in sizes.items() if size != 1)
-    meshes = tuple(_meshes(config, axes))
+    axes, meshes = meshes_of(config, lambda axis, devices: _rest(config, axis, devices))
     rules = config.mesh.resolved_rules()
-    widest = {axis: max(getattr(mesh, axis) for mesh in meshes) for axis in sizes}
-
-    def pieces(*logical: str) -> int:
-        return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
-
+    pieces = pieces_on(config, meshes)
     pipeline = _shrink_pipeline(config)
     parts = max(mesh.num_stages() for mesh in meshes) * pipeline.repeats
     model = shrink_model(
@@ -136,7 +146,7 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
         accumulate=accumulate,
         mesh=meshes[0],
         pipeline=pipeline if meshes[0].num_stages() > 1 else PipelineConfig(),
-        optim=_shrink_optim(config.optim, config.model, model),
+        optim=settled_optim(config.optim, model.hidden_size / config.model.hidden_size),
         data=dataclasses.replace(
             config.data,
             source=source,
@@ -149,9 +159,11 @@ def shrink(config: TrainConfig, *, seq_len: int = 64, depth: Depth = "whole") ->
             virtual_shards=shards,
             prefetch=Prefetch(buffer=0),
         ),
+        # Narrow matrices have no groups of a scheme's size.
+        quant=dataclasses.replace(config.quant, qat=None, rules=(), group_size=None),
         eval=EvalConfig(),
         processes=ProcessConfig(),
-        profile_steps=(),
+        profile=ProfileConfig(),
     )
     return Shrunk(config=small, axes=axes, meshes=meshes)
 
@@ -167,20 +179,22 @@ def _with_exchange(model: DecoderConfig, sizes: Mapping[str, int], rules: Rules)
     return dataclasses.replace(model, experts=dataclasses.replace(experts, exchange=way))
 
 
-def float32(config: TrainConfig) -> TrainConfig:
+def float32(config: ConfigT) -> ConfigT:
     """The config with everything computed in float32."""
     return dataclasses.replace(config, dtypes=DtypePolicy())
 
 
-def with_mesh(config: TrainConfig, **sizes: int) -> TrainConfig:
+def with_mesh(config: ConfigT, **sizes: int) -> ConfigT:
     """The config on a mesh of these sizes, all other axes 1, under its own rules."""
     return on_mesh(config, _mesh(config, sizes))
 
 
-def on_mesh(config: TrainConfig, mesh: MeshConfig) -> TrainConfig:
+def on_mesh(config: ConfigT, mesh: MeshConfig) -> ConfigT:
     """The config on another mesh; without stages there is no pipeline to describe."""
-    pipeline = config.pipeline if mesh.num_stages() != 1 else PipelineConfig()
-    return dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
+    changes: dict[str, Any] = {"mesh": mesh}
+    if isinstance(config, TrainConfig) and mesh.num_stages() == 1:
+        changes["pipeline"] = PipelineConfig()
+    return dataclasses.replace(config, **changes)
 
 
 def describe_mesh(mesh: MeshConfig) -> str:
@@ -190,18 +204,45 @@ def describe_mesh(mesh: MeshConfig) -> str:
     return f"{' x '.join(sizes)}{stages}" or "one device"
 
 
-def _meshes(config: TrainConfig, axes: tuple[str, ...]) -> Iterator[MeshConfig]:
+def meshes_of(
+    config: TrainerConfig, rest: Callable[[str, int], int]
+) -> tuple[tuple[str, ...], tuple[MeshConfig, ...]]:
+    """The axes that a config uses, and the meshes of eight devices to try it on.
+
+    Args:
+      config: the user's.
+      rest: (axis, devices) to the most devices that the open axis can have.
+    """
+    sizes = config.mesh.axis_sizes()
+    axes = tuple(axis for axis, size in sizes.items() if size != 1)
+    return axes, tuple(_meshes(config, axes, rest))
+
+
+def pieces_on(config: TrainerConfig, meshes: tuple[MeshConfig, ...]) -> Pieces:
+    """What sizes with some logical axes must be multiples of, to divide over every mesh."""
+    rules = config.mesh.resolved_rules()
+    widest = {axis: max(getattr(mesh, axis) for mesh in meshes) for axis in MESH_AXES}
+
+    def pieces(*logical: str) -> int:
+        return math.lcm(*(math.prod(widest[axis] for axis in rules[name]) for name in logical))
+
+    return pieces
+
+
+def _meshes(
+    config: TrainerConfig, axes: tuple[str, ...], rest_of: Callable[[str, int], int]
+) -> Iterator[MeshConfig]:
     """The whole mesh on eight devices; every choice of three axes where there are more."""
     most = int(math.log2(DEVICES))
     for some in itertools.combinations(axes, min(len(axes), most)):
         sizes = dict.fromkeys(some, 2)
         rest = next((axis for axis in some if getattr(config.mesh, axis) == -1), None)
         if rest is not None:
-            sizes[rest] = _rest(config, rest, DEVICES // 2 ** (len(some) - 1))
+            sizes[rest] = rest_of(rest, DEVICES // 2 ** (len(some) - 1))
         yield _mesh(config, sizes)
 
 
-def _mesh(config: TrainConfig, sizes: Mapping[str, int]) -> MeshConfig:
+def _mesh(config: TrainerConfig, sizes: Mapping[str, int]) -> MeshConfig:
     """A mesh of these sizes; where it has slices, with what the user's have across them."""
     across = config.mesh.across if sizes.get("slice", 1) > 1 else "data"
     return MeshConfig(**{"fsdp": 1, **sizes}, rules=config.mesh.rules, across=across)
@@ -246,9 +287,9 @@ def _has_layers_before(config: TrainConfig) -> bool:
     return layers_outside(model.layer_kinds(), stages, config.pipeline, slices=slices) > 0
 
 
-def _shrink_optim(config: OptimConfig, old: DecoderConfig, new: DecoderConfig) -> OptimConfig:
-    """The same chain; a first update that moves, and matrices factored as before."""
-    share = new.hidden_size / old.hidden_size
+def settled_optim(config: OptimConfig, share: float) -> OptimConfig:
+    """The same chain; a first update that moves, and matrices of this share of their width factored
+    as before."""
     groups = tuple(
         dataclasses.replace(group, optimizer=_shrink_optimizer(group.optimizer, share))
         for group in config.groups
@@ -545,7 +586,7 @@ def _compressed(kinds: list[tuple], longest: int, border: int | None = None) -> 
 
 
 def _depth(model: DecoderConfig, period: int, kept: list[int], periods: int) -> int:
-    """So many periods at most, and what is left over."""
+    """This many periods at most, and what is left over."""
     repeats, left = divmod(model.num_layers, period)
     return len(kept) * min(repeats, periods) + sum(i < left for i in kept)
 

@@ -4,7 +4,7 @@ Tolerances come from measured noise, never a constant.
 
 The noise of a gradient is measured, not guessed: the reference runs again with every parameter
 moved by up to one rounding unit u of the compute dtype, at random. In float32 that draws every
-rounding of the whole computation anew, so the change is a sample of what rounding does to each
+rounding of the whole computation again, so the change is a sample of what rounding does to each
 gradient, cancellation included. Two things change that sample:
 
 - *Order.* A sum of n terms has a typical error of u sqrt(n) when added one by one and of
@@ -124,6 +124,8 @@ class Noise:
           factor: from `allowance`.
           u: rounding unit of the dtype it is kept in.
         """
+        if value.dtype == np.uint8:  # codes of a rounding, of which single ones fall otherwise
+            return Tolerance(rms=0.1 + factor * self.rms[path], largest=1 + self.largest[path])
         wide = np.abs(value.astype(np.float64))
         return Tolerance(
             rms=factor * self.rms[path] + 2 * u * _rms(wide),

@@ -10,7 +10,7 @@ from fornax.mesh import DtypePolicy
 from fornax.models import DecoderConfig
 from fornax.optim import AdamW, Linear, Muon, OptimConfig
 from fornax.quickstart.tuning import Tuning
-from fornax.train import EvalConfig, TrainConfig
+from fornax.train import EvalConfig, ProfileConfig, TrainConfig
 
 __all__ = ["SIZES", "QuickstartConfig", "Size", "SizeName"]
 
@@ -24,7 +24,7 @@ class QuickstartConfig:
     size: SizeName = "small"
     """small: minutes on two cores; tiny: under two, to see that everything works."""
     run_dir: Path = Path("runs/quickstart")
-    """Where everything is written; a second call goes on from there."""
+    """Where everything is written; a second call resumes from there."""
     steps: int | None = None
     """Steps of pretraining; none: as many as the size has."""
     seed: int = 0
@@ -72,6 +72,7 @@ class Size:
         """The pretraining run: a Qwen3-shaped decoder under Muon and a decaying rate."""
         steps = config.steps or self.steps
         warmup = max(1, steps // 20)
+        watched = min(steps, steps // 2 + 1)  # not the first, nor one that is evaluated after
         return TrainConfig(
             model=DecoderConfig(
                 vocab_size=self.vocab_size,
@@ -104,6 +105,7 @@ class Size:
                 schedule=Linear(warmup_steps=warmup, end_factor=0.02),
             ),
             eval=EvalConfig(every=max(1, steps // 4), batches=8),
+            profile=ProfileConfig(steps=f"{watched}..{min(steps, watched + 5)}"),
         )
 
 

@@ -1,4 +1,4 @@
-"""The quickstart's last stages: the tuned model's scoring function, sealed, served, and asked.
+"""The tuned model's scoring function, sealed, served, and asked.
 
 The bundle is served by the command that a user types, in a process of its own, and asked over gRPC
 how likely functions of held-out files are; the answers are compared with the model's own.

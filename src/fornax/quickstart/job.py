@@ -54,6 +54,11 @@ class Job:
         return self.run_dir / "hf-tuned"
 
     @property
+    def quantized(self) -> Path:
+        """The tuned model in 4 bits, a Hugging Face directory."""
+        return self.run_dir / "hf-tuned-w4"
+
+    @property
     def models(self) -> Path:
         """The repository of exported models."""
         return self.run_dir / "models"

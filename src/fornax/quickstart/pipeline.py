@@ -1,5 +1,5 @@
-"""The quickstart's stages in order: corpus, pretrain, portable, score, samples; functions, sft,
-grpo, tuned, gain; serve; export, host; then the report."""
+"""The quickstart's stages in order: corpus, pretrain, profile, portable, score, samples; functions,
+sft, grpo, tuned, gain; export, host; quantize, serve; then the report."""
 
 import dataclasses
 import time
@@ -14,7 +14,7 @@ from fornax.config.errors import DataError
 from fornax.data import Dataset, build, load_tokenizer, read_manifest
 from fornax.data.files import Storage
 from fornax.models import load_pretrained
-from fornax.quickstart import hosting, serving
+from fornax.quickstart import hosting, profiled, quantized
 from fornax.quickstart.child import not_installed
 from fornax.quickstart.config import SIZES, QuickstartConfig, Size
 from fornax.quickstart.hosting import MODEL, export_score, serve_and_score
@@ -23,7 +23,7 @@ from fornax.quickstart.post_training import STAGES as POST_TRAINING
 from fornax.quickstart.report import write_report
 from fornax.quickstart.samples import PROMPTS, complete
 from fornax.quickstart.score import bits_per_byte, yardsticks
-from fornax.quickstart.serving import ASKED, CHAT_TEMPLATE, serve_and_ask
+from fornax.quickstart.serving import CHAT_TEMPLATE
 from fornax.quickstart.stages import Done, Stage, Stages
 from fornax.train import convert, train
 
@@ -33,7 +33,7 @@ __all__ = ["run"]
 def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
     """Take the text on this machine to a model that other tools load, and write the report.
 
-    Stages that an earlier call finished are not run again; pretraining goes on from its latest
+    Stages that an earlier call finished are not run again; pretraining resumes from its latest
     checkpoint.
 
     Args:
@@ -41,7 +41,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
       console: where progress is shown; standard error by default.
 
     Returns:
-      The exit code: 0 when all is done, 130 or 143 when a signal stopped it (call again to go on).
+      The exit code: 0 when all is done, 130 or 143 when a signal stopped it (call again to resume).
 
     Raises:
       ConfigError: for a directory that holds another quickstart, is in use or not writable.
@@ -60,7 +60,7 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
         for number, stage in enumerate(_stages(job), start=1):
             done[stage.name] = _show(console, stages, stage, number)
     except Interrupted as stopped:
-        console.print("stopped, everything saved; the same command goes on from here")
+        console.print("stopped, everything saved; the same command resumes from here")
         return stopped.exit_code
     path = write_report(config.run_dir, config.size, done)
     console.print(f"\nreport     {path}")
@@ -68,7 +68,9 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
         f"pretrained {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
     )
     console.print(f"tuned      {job.tuned}  (fornax serve {job.tuned})")
+    console.print(f"in 4 bits  {job.quantized}  (fornax serve {job.quantized})")
     console.print(f"bundle     {job.models / MODEL / '1'}  (fornax host {job.models})")
+    console.print(f"the runs   fornax ui {config.run_dir}")
     console.print(f"all done in {time.perf_counter() - began:.0f} s")
     return 0
 
@@ -102,13 +104,15 @@ def _stages(job: Job) -> list[Stage]:
     return [
         Stage("corpus", "Corpus and tokenizer", bind(_corpus), _corpus_line),
         Stage("pretrain", "Pretraining", bind(_pretrain), _pretrain_line),
+        Stage("profile", "Its steps, profiled", bind(profiled.make), profiled.make_line),
         Stage("portable", "A Hugging Face directory, loaded back", bind(_portable), _portable_line),
-        Stage("score", "Held-out files, beside gzip and xz", bind(_score), _score_line),
+        Stage("score", "Held-out files, compared with gzip and xz", bind(_score), _score_line),
         Stage("samples", "Completions", bind(_samples), _samples_line),
         *tuning,
-        Stage("serve", "The tuned model, served over HTTP", bind(_serve), _serve_line),
         Stage("export", "Its scoring function, sealed in a bundle", bind(_export), _export_line),
         Stage("host", "The bundle, served over gRPC", bind(_host), _host_line),
+        Stage("quantize", "The tuned model in 4 bits", bind(quantized.make), quantized.make_line),
+        Stage("serve", "Both, served over HTTP", bind(quantized.serve), quantized.serve_line),
     ]
 
 
@@ -154,7 +158,7 @@ def _pretrain(job: Job) -> dict[str, object]:
 
 def _pretrain_line(result: dict[str, Any]) -> str:
     loss = (result["evaluation"] or {}).get("loss")
-    held = f", held-out loss {loss:.3f} nats a token" if loss is not None else ""
+    held = f", held-out loss {loss:.3f} nats per token" if loss is not None else ""
     return f"{result['steps']} steps, {result['tokens'] / 1e6:.2f}M tokens{held}"
 
 
@@ -206,26 +210,6 @@ def _samples_line(result: dict[str, Any]) -> str:
     )
 
 
-def _serve(job: Job) -> dict[str, Any]:
-    absent = not_installed(serving.PACKAGES)
-    if absent:
-        return {"missing": absent}
-    return serve_and_ask(job.tuned, job.run_dir / "serve.log", ASKED, max_tokens=64)
-
-
-def _serve_line(result: dict[str, Any]) -> str:
-    if "missing" in result:
-        return (
-            f"left out: {', '.join(result['missing'])} not installed; "
-            "pip install 'fornax-ai[serve]', then remove stages/serve.json and run again"
-        )
-    return (
-        f"ready in {result['seconds_to_ready']:.1f} s, first token after "
-        f"{1e3 * result['first_token_seconds']:.0f} ms, then {result['tokens_per_second']} "
-        "tokens/s to one client; stopped"
-    )
-
-
 def _export(job: Job) -> dict[str, object]:
     return export_score(job.tuned, job.models, length=job.size.seq_len)
 
@@ -259,5 +243,5 @@ def _host_line(result: dict[str, Any]) -> str:
     return (
         f"ready in {result['seconds_to_ready']:.1f} s; {len(result['scores'])} texts scored, at "
         f"most {result['largest_difference']:.1e} nats from the model's own; "
-        f"{1e3 * result['request_seconds']:.1f} ms a request; stopped"
+        f"{1e3 * result['request_seconds']:.1f} ms per request; stopped"
     )

@@ -45,7 +45,7 @@ def _sft(job: Job) -> Result:
 
 def _sft_line(result: Result) -> str:
     loss = (result["evaluation"] or {}).get("loss")
-    held = f", {loss:.3f} nats a token of held-out bodies" if loss is not None else ""
+    held = f", {loss:.3f} nats per token of held-out bodies" if loss is not None else ""
     return f"{result['steps']} steps on adapters{held}"
 
 

@@ -6,16 +6,18 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from fornax.pages import Section, bars, render, table
 from fornax.quickstart.report_tuning import tuning_sections
 from fornax.quickstart.stages import Done
 from fornax.train import RunDirectory
-from fornax.train.report import Section, bars, duration, render, table, training_sections
+from fornax.train.report import duration, training_sections
 
 __all__ = ["write_report"]
 
 _STAGES = {
     "corpus": "corpus and tokenizer",
     "pretrain": "pretraining",
+    "profile": "read its capture",
     "portable": "save, load back, compare",
     "score": "score held-out files",
     "samples": "completions",
@@ -24,9 +26,10 @@ _STAGES = {
     "grpo": "reinforcement learning",
     "tuned": "merge, save, compare",
     "gain": "evaluate three models five times",
-    "serve": "serve, ask over HTTP, stop",
     "export": "seal the scoring function",
     "host": "serve it, ask over gRPC, stop",
+    "quantize": "4 bits, compared with the float model",
+    "serve": "serve both, ask over HTTP, stop",
 }
 
 
@@ -50,9 +53,10 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
             *tuning_sections(
                 results, RunDirectory(run_dir / "sft"), RunDirectory(run_dir / "grpo")
             ),
-            _serve(results["serve"]),
             _host(results["export"], results["host"]),
+            _serve(results["quantize"], results["serve"]),
             *training_sections(run),
+            _profile(results["profile"]),
             _stages(done),
             _corpus(results["corpus"]),
             _portable(results["portable"]),
@@ -65,7 +69,7 @@ def _figures(results: Mapping[str, Any], done: Mapping[str, Done]) -> list[tuple
     portable = results["portable"]
     reward = {name: of["reward"]["mean"] for name, of in results["gain"]["models"].items()}
     return [
-        ("bits a byte, held out", f"{bits['fornax']:.3f}"),
+        ("bits per byte, held out", f"{bits['fornax']:.3f}"),
         ("gzip -9 on the same files", f"{bits['gzip']:.3f}"),
         ("parameters", f"{portable['parameters'] / 1e6:.2f} M"),
         ("tokens trained on", f"{results['pretrain']['tokens'] / 1e6:.2f} M"),
@@ -90,7 +94,7 @@ def _score(result: Mapping[str, Any]) -> Section:
     )
     return Section(
         title="How well it predicts files it has not seen",
-        lead=f"Bits a byte over {result['files']} held-out files, {result['bytes'] / 1e3:.0f} kB: "
+        lead=f"Bits per byte of {result['files']} held-out files, {result['bytes'] / 1e3:.0f} kB: "
         f"fewer is better. {verdict} The model's count is the cross entropy of every token, end of "
         "file included, each file read on its own; a compressor's is the size of its output.",
         body=bars(
@@ -121,33 +125,46 @@ def _samples(result: Mapping[str, Any]) -> Section:
     )
 
 
-def _serve(result: Mapping[str, Any]) -> Section:
-    title = "What a client gets over HTTP"
+def _serve(made: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
+    title = "The tuned model in 4 bits, compared with the float one"
+    cost = (
+        f"fornax quantize wrote {made['directory']} by {made['scheme']} in groups of "
+        f"{made['group_size']} inputs: {made['tensors']} matrices of the layers; on "
+        f"{made['tokens']:,} held-out tokens the divergence from the float model is "
+        f"{made['kl']:.4f} nats per token. "
+    )
+    rows = [
+        ("weights, MB", *(f"{made[key] / 1e6:.2f}" for key in ("weights_before", "weights_after"))),
+        ("loss, nats per token", *(f"{made[key]:.4f}" for key in ("float_loss", "loss"))),
+    ]
+    heads = ("", "float", "4 bits")
     if "missing" in result:
         absent = ", ".join(result["missing"])
         return Section(
             title=title,
-            lead=f"Not run: {absent} not installed. pip install 'fornax-ai[serve]' brings them.",
-            body=Markup(),
+            lead=f"{cost}Not served: {absent} not installed. pip install 'fornax-ai[serve]' brings "
+            "them.",
+            body=table(heads, rows),
         )
-    rows = [
-        ("ready to serve after", f"{result['seconds_to_ready']:.1f} s"),
-        ("first token after", f"{1e3 * result['first_token_seconds']:.0f} ms"),
-        ("tokens a second, one client", f"{result['tokens_per_second']}"),
-        ("exit code after SIGTERM", str(result["exit_code"])),
+    both = (result["float"], result["quantized"])
+    rows += [
+        ("ready to serve after", *(f"{one['seconds_to_ready']:.1f} s" for one in both)),
+        ("first token after", *(f"{1e3 * one['first_token_seconds']:.0f} ms" for one in both)),
+        ("tokens per second of an answer", *(f"{one['tokens_per_second']:,.0f}" for one in both)),
+        ("exit code after SIGTERM", *(str(one["exit_code"]) for one in both)),
     ]
     answers = Markup("").join(
         Markup('<pre><span class="prompt">{}</span><span class="made">{}</span></pre>').format(
-            result["prompt"], result[kind]
+            one["prompt"], one["completion"]
         )
         + Markup('<p class="sub">{}</p>').format(said)
-        for kind, said in (("completion", "/v1/completions"), ("chat", "/v1/chat/completions"))
+        for one, said in zip(both, ("float", "4 bits"), strict=True)
     )
     return Section(
         title=title,
-        lead="fornax serve with the tuned model in a process of its own, asked by OpenAI's client, "
+        lead=f"{cost}fornax serve ran each in a process of its own, asked by OpenAI's client and "
         "stopped by SIGTERM.",
-        body=table(("", ""), rows) + answers,
+        body=table(heads, rows) + answers,
     )
 
 
@@ -177,9 +194,29 @@ def _host(exported: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
     return Section(
         title=title,
         lead=f"{made}fornax host served it, ready after {result['seconds_to_ready']:.1f} s, and "
-        f"was asked over gRPC, {1e3 * result['request_seconds']:.1f} ms a request: how likely "
-        "functions of held-out files are, in nats, beside what the model itself says.",
+        f"was asked over gRPC, {1e3 * result['request_seconds']:.1f} ms per request: how likely "
+        "functions of held-out files are, in nats, compared with the model itself.",
         body=table(("function", "tokens", "served", "computed directly"), rows),
+    )
+
+
+def _profile(result: Mapping[str, Any]) -> Section:
+    title = "Where a step of pretraining spends its time"
+    if "missing" in result:
+        return Section(title=title, lead=f"Not profiled: {result['missing']}.")
+    seconds = {cause: each for cause, each in result["seconds"].items() if each > 0}
+    whole = sum(seconds.values())
+    parts = ", ".join(f"{cause} {each / whole:.0%}" for cause, each in seconds.items())
+    link = Markup(
+        '<p><a href="{0}">{0}</a>: operations, flame graph, roofline, memory and time '
+        "line, in one file that needs no network.</p>"
+    ).format(result["page"])
+    return Section(
+        title=title,
+        lead=f"{result['steps']} steps were captured: {1e3 * whole:.0f} ms each, {parts}. The "
+        "modules with most of the operations' time:",
+        body=table(("module", "share"), [(name, f"{s:.0%}") for name, s in result["modules"]])
+        + link,
     )
 
 
@@ -208,7 +245,7 @@ def _corpus(result: Mapping[str, Any]) -> Section:
         lead=f"Generated tables and tests are left out; files are split by a hash of their text. A "
         f"byte-level BPE tokenizer of {result['vocab_size']:,} tokens was trained on the files "
         f"trained on. Fingerprint {result['fingerprint']}.",
-        body=table(("split", "files", "bytes", "tokens", "bytes a token"), rows),
+        body=table(("split", "files", "bytes", "tokens", "bytes per token"), rows),
     )
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from fornax.pages import Section, lines, table
 from fornax.quickstart.gain import AFTER, BEFORE, beyond_spread
 from fornax.train import RunDirectory
 from fornax.train.metrics import read_metrics
-from fornax.train.report import Section, lines, table
 
 __all__ = ["tuning_sections"]
 
@@ -106,7 +106,7 @@ def _columns(cells: list[tuple[str, str]]) -> Markup:
 def _course(results: Mapping[str, Any], sft: RunDirectory, grpo: RunDirectory) -> Section:
     learned, rewarded = read_metrics(sft.metrics), read_metrics(grpo.metrics)
     plots = [
-        _curve("SFT: loss on bodies", learned, "loss", "nats a token"),
+        _curve("SFT: loss on bodies", learned, "loss", "nats per token"),
         _curve("GRPO: reward of what was drawn", rewarded, "reward", "reward"),
         _curve("GRPO: entropy of the next token", rewarded, "entropy", "nats"),
         _curve("GRPO: tokens of a completion", rewarded, "completion_tokens", "tokens"),

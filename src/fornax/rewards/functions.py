@@ -24,7 +24,7 @@ _GIVEN_MANY = ("prompts", "completions", "completion_ids")
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function, and how it wants to be called."""
+    """A reward function, and how it is called."""
 
     call: Callable[..., Any]
     batched: bool
@@ -90,7 +90,7 @@ def load_function(spec: RewardSpec) -> Function:
         guess = nearest(spec.function, BUILT_IN)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"{spec.function} is no reward; {hint}name a function as FILE.py:NAME or one of "
+            f"{spec.function} is not a reward; {hint}name a function as FILE.py:NAME or one of "
             f"{', '.join(BUILT_IN)}"
         )
     return _inspect(load_object(spec.function), load_module(place), spec.function)

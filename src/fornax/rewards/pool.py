@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fornax.config.errors import ConfigError, DataError
-from fornax.rewards.slots import STATE_SLOT, Loaded, WorkerSlots
+from fornax.rewards.slots import STATE_SLOT, WAIT_SECONDS, Loaded, WorkerSlots
 from fornax.rewards.spec import RewardSpec, Sample, Score
 
 __all__ = ["RewardPool"]
@@ -223,7 +223,9 @@ class _Round:
             now = time.monotonic()
             left = [self._deadline(job) - now for job in self._running.values()]
             left += [self._slots.workers[s].load_seconds_left for s in self._slots.loading]
-            ready = {slots[found] for found in wait(list(slots), max(0.0, min(left)))}
+            longest = max(0.0, min(*left, WAIT_SECONDS))
+            ready = {slots[found] for found in wait(list(slots), longest)}
+            self._pass_over(time.monotonic() - now - longest)
             for slot in ready | {s for s in self._slots.loading if self._late(s)}:
                 if slot in self._slots.loading:
                     self._slots.ready(slot)
@@ -235,6 +237,14 @@ class _Round:
                 if late and not self._slots.workers[slot].connection.poll(0):
                     self._lose(slot, f"took over {self._limit(job):g} s")
         return self._answers
+
+    def _pass_over(self, stopped: float) -> None:
+        """Count no seconds for which this process, and so perhaps the workers, stood still."""
+        if stopped > 0:
+            for job in self._running.values():
+                job.started += stopped
+            for slot in self._slots.loading:
+                self._slots.workers[slot].started += stopped
 
     def _limit(self, job: _Job) -> float:
         return self._slots.specs[job.place].timeout_seconds
@@ -281,7 +291,7 @@ class _Round:
             self._lose(slot, "")
 
     def _lose(self, slot: int, problem: str) -> None:
-        """Replace a worker that ended or must end, and go on with what it had left."""
+        """Replace a worker that ended or must end, and continue with what it had left."""
         job = self._running.pop(slot)
         how = self._slots.replace(slot, closed=not problem)
         self._settle(job, problem or f"ended its process with {how}")

@@ -16,11 +16,13 @@ from fornax.config.errors import ConfigError
 from fornax.config.worker_process import WorkerProcess, ending
 from fornax.rewards.spec import RewardSpec
 
-__all__ = ["STATE_SLOT", "Loaded", "WorkerSlots"]
+__all__ = ["STATE_SLOT", "WAIT_SECONDS", "Loaded", "WorkerSlots"]
 
 STATE_SLOT = 0
 """The worker that runs functions with state: those of one module share theirs."""
 
+WAIT_SECONDS = 1.0
+"""Longest wait at a time: of a stop of the machine, no more is counted against a worker."""
 _LOAD_SECONDS = 120.0
 _STATE_SECONDS = 10.0
 
@@ -45,7 +47,8 @@ class Worker:
         )
         self.connection: Connection = self._process.connection
         self.connection.send(list(specs))
-        self._started = time.monotonic()
+        self.started = time.monotonic()
+        """When it was started; later by the time that is not counted."""
 
     @property
     def pid(self) -> int:
@@ -55,7 +58,7 @@ class Worker:
     @property
     def load_seconds_left(self) -> float:
         """Seconds left to load the functions."""
-        return max(0.0, self._started + _LOAD_SECONDS - time.monotonic())
+        return max(0.0, self.started + _LOAD_SECONDS - time.monotonic())
 
     def wait_ready(self, specs: Sequence[RewardSpec]) -> list[Loaded]:
         """Wait until the functions are loaded.
@@ -63,12 +66,16 @@ class Worker:
         Raises:
           ConfigError: one cannot be used.
         """
+        began = time.monotonic()
         try:
-            if not self.connection.poll(self.load_seconds_left):
-                raise ConfigError(
-                    f"the reward files took over {_LOAD_SECONDS:g} s to import; do slow work in "
-                    "the function's first call"
-                )
+            while not self.connection.poll(longest := min(self.load_seconds_left, WAIT_SECONDS)):
+                if not longest:
+                    raise ConfigError(
+                        f"the reward files took over {_LOAD_SECONDS:g} s to import; do slow work "
+                        "in the function's first call"
+                    )
+                self.started += max(0.0, time.monotonic() - began - longest)
+                began = time.monotonic()
             answer = self.connection.recv()
         except (EOFError, OSError):
             named = ", ".join(spec.function for spec in specs)

@@ -41,7 +41,9 @@ class RewardSpec:
             )
         for field in ("weight", "failure_score"):
             if not math.isfinite(getattr(self, field)):
-                raise ConfigError(f"{field}={getattr(self, field)} of {self.function} is no number")
+                raise ConfigError(
+                    f"{field}={getattr(self, field)} of {self.function} is not a number"
+                )
         if not 0 < self.timeout_seconds <= 86400:
             raise ConfigError(
                 f"timeout_seconds={self.timeout_seconds} of {self.function} must be above 0 and at "
@@ -66,7 +68,7 @@ class Sample:
     tokens: Sequence[int] = ()
     """The completion's token ids, for functions that ask for `completion_ids`."""
     tools: list[dict[str, Any]] | None = None
-    """Functions that the chat's model was told of, in OpenAI's form; functions do not get them."""
+    """Functions offered to the chat's model, in OpenAI's form; functions do not get them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["Auth", "Limits", "Tls"]
+__all__ = ["Auth", "Limits", "Tls", "read_tokens"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,3 +85,23 @@ class Tls:
     key: Path
     client_ca: Path | None = None
     """None: clients need no certificate."""
+
+
+def read_tokens(name: str, path: Path) -> list[str]:
+    """The tokens of a file, one per line; lines that begin with # are none.
+
+    Args:
+      name: of the option that names the file, for errors.
+
+    Raises:
+      ConfigError: a file that cannot be read, or has no token.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{name}={path} cannot be read: {reason}; check the path") from error
+    tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not tokens:
+        raise ConfigError(f"{name}={path} has no token; write one per line, or leave it out")
+    return tokens

@@ -1,8 +1,8 @@
-"""A model of the server that is no bundle, such as an LLM engine: what it must be able to do.
+"""A model of the server that is not a bundle, such as an LLM engine: what it must be able to do.
 
-`serving` knows no such model, and such a model knows nothing of `serving`: what crosses is plain.
-Whoever starts the server hands it factories by the `type` that a repository folder's serving.yaml
-names; `fornax.llm.host_entry` has the one for language models.
+`serving` does not depend on such a model, nor the model on `serving`: what crosses is plain.
+The code that starts the server passes factories by the `type` that a repository folder's
+serving.yaml names; `fornax.llm.host_entry` has the one for language models.
 """
 
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
@@ -41,11 +41,11 @@ class Backend(Protocol):
         """Load, compile, and return when requests are taken.
 
         Raises:
-          FornaxError: it cannot be served; the server goes on without it.
+          FornaxError: it cannot be served; the server continues without it.
         """
 
     async def stop(self, drain_seconds: float) -> None:
-        """Take nothing new, answer what runs for so long, give everything back."""
+        """Take nothing new, answer what runs for this long, give everything back."""
 
     def ready(self) -> bool:
         """Whether requests are taken now; asked for readiness and the index."""

@@ -1,4 +1,4 @@
-"""Models of the repository that are no bundles: made before the start, run beside the others."""
+"""Models of the repository that are not bundles: made before the start, run beside the others."""
 
 import asyncio
 import contextlib
@@ -112,7 +112,8 @@ class BackendModel:
         raise ServingError(ServingCode.INTERNAL, f"{request.model} ended without its last piece")
 
     def _check(self, request: InferRequest) -> None:
-        """Refuse what is no tensor of the backend's; its own meaning is the backend's to judge."""
+        """Refuse what is not a tensor of the backend's; its own meaning is the backend's to
+        judge."""
         wanted = self.backend.inputs()
         for name in request.inputs:
             if name not in wanted:
@@ -158,7 +159,7 @@ def _since(started: float) -> int:
 
 
 def _known(error: BaseException) -> ServingError:
-    """What a client is told of a failure."""
+    """What a client receives on a failure."""
     if isinstance(error, ServingError):
         return error
     if isinstance(error, asyncio.CancelledError):

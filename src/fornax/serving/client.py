@@ -45,11 +45,11 @@ def tls_context(
       cert: file of a certificate to present, with its key unless `key` has that.
 
     Raises:
-      ConfigError: a file is not there, or is no certificate.
+      ConfigError: a file is not there, or is not a certificate.
     """
     for name, path in (("ca", ca), ("cert", cert), ("key", key)):
         if path is not None and not path.is_file():
-            raise ConfigError(f"{name}={path} is no file; check the path")
+            raise ConfigError(f"{name}={path} is not a file; check the path")
     context = ssl.create_default_context(cafile=str(ca) if ca else None)
     if insecure:
         context.check_hostname = False
@@ -76,6 +76,8 @@ class V2Client:
     tls: ssl.SSLContext | None = None
     token: str | None = None
     timeout: float = 30.0
+    started_by: str = "fornax host"
+    """What starts such a server, for those who find none."""
 
     def credentials(self) -> dict[str, str]:
         """The authorization header, where there is a token."""
@@ -101,6 +103,8 @@ class V2Client:
             found = None
         if status != 200 or found is None:
             said = found.get("error") if isinstance(found, dict) else None
+            if isinstance(said, dict):  # OpenAI's
+                said = said.get("message")
             raise ServingError(
                 _CODES.get(status, ServingCode.INTERNAL),
                 str(said or f"{method} {path} was answered {status}: {answer[:200]!r}"),
@@ -136,14 +140,14 @@ class V2Client:
                 why = "what is there does not speak HTTP; is it the port of gRPC?"
             raise ServingError(
                 ServingCode.UNAVAILABLE,
-                f"no server answers at {host}:{port} ({why}); start one with fornax host, or name "
-                "another with --url",
+                f"no server answers at {host}:{port} ({why}); start one with "
+                f"{self.started_by}, or name another with --url",
             ) from error
         except (OSError, http.client.HTTPException) as error:
             raise ServingError(
                 ServingCode.UNAVAILABLE,
                 f"no server answers at {host}:{port} ({error or 'it hung up'}); start one with "
-                "fornax host, or name another with --url",
+                f"{self.started_by}, or name another with --url",
             ) from error
         finally:
             connection.close()

@@ -1,4 +1,4 @@
-"""What `fornax host` can be told: where it listens, what it serves, what it allows."""
+"""The options of `fornax host`: where it listens, what it serves, what it allows."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from fornax.config import ConfigError, environment
-from fornax.serving.access import Auth, Limits, Tls
+from fornax.serving.access import Auth, Limits, Tls, read_tokens
 
 __all__ = ["Address", "HostConfig", "parse_address", "parse_bytes"]
 
@@ -75,7 +75,7 @@ class HostConfig(Limits):
     """Whether native code in bundles may be run; only for bundles from hands you trust."""
 
     token_file: Path | None = None
-    """File of tokens, one a line, of which clients must present one as a bearer token; also read
+    """File of tokens, one per line, of which clients must present one as a bearer token; also read
     from FORNAX_HOST_TOKEN. Health stays open."""
     admin_token_file: Path | None = None
     """File of tokens for what changes the server: load, unload, rollback, shadow reports, profiles,
@@ -104,6 +104,8 @@ class HostConfig(Limits):
     """The least that is logged."""
     access_log: Literal["none", "errors", "all"] = "errors"
     """Which requests get a line with their id, model, times and outcome."""
+    run_dir: Path | None = None
+    """Directory to write what the server does to, a line every two seconds, for fornax ui."""
     trace_endpoint: str | None = None
     """Address of an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces."""
     trace_sample_rate: float = 0.01
@@ -151,7 +153,7 @@ class HostConfig(Limits):
         """The repository; ConfigError where there is none."""
         if self.repository is None or not self.repository.is_dir():
             raise ConfigError(
-                f"{self.repository or 'the repository'} is no folder; name one that has models "
+                f"{self.repository or 'the repository'} is not a folder; name one that has models "
                 "as NAME/VERSION/, such as fornax host models/"
             )
         return self.repository
@@ -180,19 +182,19 @@ class HostConfig(Limits):
         """
         tokens = list(environment.host_tokens())
         if self.token_file is not None:
-            tokens += _tokens_of("token_file", self.token_file)
+            tokens += read_tokens("token_file", self.token_file)
         if tokens and self.admin_token_file is not None:
-            tokens += _tokens_of("admin_token_file", self.admin_token_file)
+            tokens += read_tokens("admin_token_file", self.admin_token_file)
         return Auth(tokens=tuple(dict.fromkeys(tokens)), open_metrics=self.open_metrics)
 
     def admin_auth(self) -> Auth | None:
-        """Who may change the server; None: whoever may call.
+        """Who may change the server; None: every caller.
 
         Raises ConfigError for a file that is not there, or has no token.
         """
         if self.admin_token_file is None:
             return None
-        tokens = _tokens_of("admin_token_file", self.admin_token_file)
+        tokens = read_tokens("admin_token_file", self.admin_token_file)
         return Auth(tokens=tuple(dict.fromkeys(tokens)))
 
     def check_access(self) -> None:
@@ -226,7 +228,7 @@ class HostConfig(Limits):
         for name in ("tls_cert", "tls_key", "tls_client_ca"):
             path = getattr(self, name)
             if path is not None and not path.is_file():
-                raise ConfigError(f"{name}={path} is no file; check the path")
+                raise ConfigError(f"{name}={path} is not a file; check the path")
         return Tls(cert=self.tls_cert, key=self.tls_key, client_ca=self.tls_client_ca)
 
 
@@ -239,7 +241,7 @@ def parse_address(name: str, text: int | str) -> Address | None:
     host = host.removeprefix("[").removesuffix("]")
     if not port.isascii() or not port.isdecimal() or int(port) > 65535 or (colon and not host):
         raise ConfigError(
-            f"{name}={words!r} is no address; give a port up to 65535, host:port, or none"
+            f"{name}={words!r} is not an address; give a port up to 65535, host:port, or none"
         )
     return Address(host or _LOCAL, int(port))
 
@@ -249,17 +251,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     size = round(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if size < 1:
-        raise ConfigError(f"{name}={text!r} is no size; write bytes, or a number and MB, GB or GiB")
+        raise ConfigError(
+            f"{name}={text!r} is not a size; write bytes, or a number and MB, GB or GiB"
+        )
     return size
-
-
-def _tokens_of(name: str, path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise ConfigError(f"{name}={path} cannot be read: {reason}; check the path") from error
-    tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not tokens:
-        raise ConfigError(f"{name}={path} has no token; write one a line, or leave it out")
-    return tokens

@@ -30,7 +30,7 @@ class Host:
       config: Where the repository is, and how its models change.
       devices: What models are loaded onto.
       events: Told of states and of requests; one is made where none is given.
-      backends: Factories of models that are no bundles, by the `type` in their serving.yaml.
+      backends: Factories of models that are not bundles, by the `type` in their serving.yaml.
       loader: Makes a version ready; by default opens it as a bundle and makes a Servable of it.
       concurrent_loads: How many versions load at once.
 
@@ -73,7 +73,7 @@ class Host:
 
     @property
     def backends(self) -> Mapping[str, Backend]:
-        """The models that are no bundles, by name; they are there before `start`."""
+        """The models that are not bundles, by name; they are there before `start`."""
         return self._others.backends
 
     async def start(self) -> None:

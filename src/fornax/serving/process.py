@@ -30,7 +30,7 @@ def signals(stop: Callable[[], None], reread: Callable[[], None]) -> Iterator[No
 _STATM = Path("/proc/self/statm")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _WORTH = 32 * 2**20
-"""Bytes of growth since the last time for which it is asked again."""
+"""Bytes above the least that was ever held for which it is asked again."""
 
 
 def resident_bytes() -> int:
@@ -46,17 +46,28 @@ def _trimmer() -> Callable[[], None] | None:
     return None if trim is None else lambda: trim(0)
 
 
-async def give_back_memory(busy: Callable[[], bool], *, seconds: float = 5.0) -> None:
-    """Until cancelled: give back, every so many seconds, what a burst of requests left with the C
-    library's allocator, unless requests run.
+async def give_back_memory(answered: Callable[[], int | None], *, seconds: float = 5.0) -> None:
+    """Until cancelled: give back, at an interval in seconds, what a burst of requests left with the
+    C library's allocator, unless requests run.
 
     glibc keeps freed memory for the next request, hundreds of megabytes after a burst of large
-    ones. It is asked to let go only while nothing runs, since what allocates meanwhile waits.
+    ones. It is asked to free memory only while nothing runs, since what allocates meanwhile waits;
+    and twice, since libraries below may hold messages of a request for a moment after its answer.
+
+    Args:
+      answered: how many requests have had their answer; none while one waits for it.
+      seconds: between two looks.
     """
     trim = _trimmer()
-    least = 0
+    lowest, before, asks = None, -1, 0
     while trim is not None:
         await asyncio.sleep(seconds)
-        if resident_bytes() > least + _WORTH and not busy():
+        if (now := answered()) is None:
+            continue
+        if now != before:
+            before, asks = now, 2
+        if asks and (lowest is None or resident_bytes() > lowest + _WORTH):
             await asyncio.to_thread(trim)
-            least = resident_bytes()
+            asks -= 1
+            held = resident_bytes()
+            lowest = held if lowest is None else min(lowest, held)

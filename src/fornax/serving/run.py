@@ -17,6 +17,7 @@ from fornax.config import ConfigError, environment
 from fornax.config.credentials import of_run
 from fornax.config.frames import LinkError
 from fornax.config.http_server import HttpServer, raise_file_limit
+from fornax.config.server_file import recording_server
 from fornax.mesh.group import Leader, Member
 from fornax.serving.backend import BackendFactory
 from fornax.serving.config import Address, HostConfig
@@ -29,6 +30,7 @@ from fornax.serving.host import Host
 from fornax.serving.http import http_app, http_server
 from fornax.serving.lifecycle.shadow import ShadowRequest
 from fornax.serving.process import give_back_memory, signals
+from fornax.serving.statistics import ServerRows
 from fornax.serving.telemetry.logs import AccessLog, StateLog, configure_logging
 from fornax.serving.telemetry.metrics import Metrics
 from fornax.serving.telemetry.profile import Profiler
@@ -48,7 +50,7 @@ def run_host(config: HostConfig, backends: Mapping[str, BackendFactory] | None =
     """Serve until told to stop.
 
     Args:
-      backends: factories of models that are no bundles, by the `type` in serving.yaml.
+      backends: factories of models that are not bundles, by the `type` in serving.yaml.
 
     Returns:
       The exit code: 0 after a stop that was asked for, 1 after a second signal, or when a model
@@ -59,7 +61,7 @@ def run_host(config: HostConfig, backends: Mapping[str, BackendFactory] | None =
 
     Raises:
       ConfigError: a repository, address, certificate or file of tokens that is not to be had.
-      ClusterError: the processes do not all join, differ, or are told what they cannot do.
+      ClusterError: the processes do not all join, differ, or are asked for what they cannot do.
     """
     configure_logging(config.log_format, config.log_level)
     raise_file_limit()
@@ -71,7 +73,7 @@ def run_host(config: HostConfig, backends: Mapping[str, BackendFactory] | None =
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # process 0 decides
             signal.signal(number, signal.SIG_IGN)
         _log.info("has parts of the models of process 0")
-        follow(joined, load_part)
+        follow(joined, load_part, config.profile_dir)
         return 0
     with contextlib.closing(joined):
         return uvloop.run(_serve(config, dict.fromkeys(backends, refuse_backend), joined))
@@ -85,7 +87,10 @@ async def _serve(
         stack.push_async_callback(server.close)
         stack.enter_context(signals(server.stop, server.reread))
         await server.listen()
-        return await server.run()
+        rows = ServerRows(server.host.statistics)
+        name = str(config.repository)
+        with recording_server(config.run_dir, "host", name, rows.row):
+            return await server.run()
 
 
 class HostServer:
@@ -100,7 +105,7 @@ class HostServer:
         """Read everything that may be wrong; take no address and load nothing yet.
 
         Args:
-          backends: factories of models that are no bundles.
+          backends: factories of models that are not bundles.
           leader: tells the other processes of this server, if there are any.
         """
         config.folder()
@@ -116,7 +121,7 @@ class HostServer:
         )
         self._leader = leader
         self.host = Host(config, devices=self._devices, events=self.events, backends=backends)
-        self._profiler = Profiler(config.profile_dir, config.profile_max_seconds)
+        self._profiler = Profiler(config.profile_dir, config.profile_max_seconds, leader)
         self._metrics = Metrics(self.host, self._devices.memory)
         self._launched = of_run()
         self._http, self._grpc = self._fronts()
@@ -184,7 +189,7 @@ class HostServer:
           ConfigError: an address is not to be had.
         """
         self._watch()
-        self._trimming = asyncio.create_task(give_back_memory(self._busy))
+        self._trimming = asyncio.create_task(give_back_memory(self._answered))
         where = []
         secure = "s" if self.config.tls_cert or (self._launched and self._launched.key) else ""
         for name, front, address in (
@@ -196,9 +201,12 @@ class HostServer:
                 where.append(f"{name}{secure}://{taken}")
         _log.info("fornax %s listens on %s", __version__, " and ".join(where))
 
-    def _busy(self) -> bool:
-        """Whether a request is being answered."""
-        return any(each.pending for each in self.host.statistics())
+    def _answered(self) -> int | None:
+        """Requests that had their answer, good or bad; none while one waits for it."""
+        statistics = self.host.statistics()
+        if any(each.pending for each in statistics):
+            return None
+        return sum(each.success + each.failure + each.cancel for each in statistics)
 
     async def _started(
         self, name: str, front: HttpServer | GrpcServer, address: Address

@@ -160,12 +160,12 @@ class Shadow:
     version: int
     """Its number; while it stands here the version policy passes it over, so that another answers.
 
-    Where none can, one that answers already goes on doing so, and status and log say it; a server
+    Where none can, one that answers already keeps doing so, and status and log say it; a server
     that starts so has no version of the model that answers."""
     share: float = 0.1
     """Which part of the requests to the default version is copied, 0 to 1."""
     queue_limit: int = 64
-    """Copies under way; while so many are, no more are made, and the report counts them."""
+    """Copies under way; while this many are, no more are made, and the report counts them."""
     absolute: float = 1e-5
     """An output differs when it is off by more than absolute + relative * |main answer|."""
     relative: float = 1e-5
@@ -216,14 +216,14 @@ class ModelSettings:
         alone = self.versions.versions if isinstance(self.versions, Named) else ()
         if self.shadow is not None and alone == (self.shadow.version,):
             raise ConfigError(
-                f"versions names {self.shadow.version} alone, the version under shadow, which "
-                "answers no one; name one that answers too, or remove the shadow"
+                f"versions names {self.shadow.version} alone, the version under shadow, whose "
+                "answers are not sent; name one that serves too, or remove the shadow"
             )
         for label, version in self.labels.items():
             _version(f"labels.{label}", version)
             if not _LABEL.match(label):
                 raise ConfigError(
-                    f"labels has {label!r}, which is no label; use letters, digits, _ . - and "
+                    f"labels has {label!r}, which is not a label; use letters, digits, _ . - and "
                     "begin with a letter, so that none is taken for a version"
                 )
             if self.shadow is not None and self.shadow.version == version:
@@ -237,7 +237,7 @@ class ModelSettings:
         return self.functions.get(function, self.batching)
 
     def wants_reload(self, other: "ModelSettings") -> bool:
-        """Whether a version loaded under these settings must be loaded anew for the others."""
+        """Whether a version loaded under these settings must be reloaded for the others."""
         return any(getattr(self, name) != getattr(other, name) for name in _AT_LOAD)
 
 
@@ -259,4 +259,4 @@ def _finite(name: str, value: float, least: float) -> None:
 
 def _version(name: str, value: int) -> None:
     if not 1 <= value <= LARGEST_VERSION:
-        raise ConfigError(f"{name}={value} is no version; versions are numbered from 1")
+        raise ConfigError(f"{name}={value} is not a version; versions are numbered from 1")

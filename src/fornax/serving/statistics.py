@@ -5,11 +5,12 @@ Kept by the event loop's thread alone, so that counting costs additions and no l
 
 import dataclasses
 import time
+from collections.abc import Callable, Sequence
 
 from fornax.config.errors import ServingCode
 from fornax.serving.types import Timing
 
-__all__ = ["BatchCount", "Counters", "ModelStatistics"]
+__all__ = ["BatchCount", "Counters", "ModelStatistics", "ServerRows"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,7 +63,7 @@ class Counters:
     """Milliseconds since 1970, of the last batch; 0: none yet."""
 
     def answered(self, rows: int, timing: Timing, nanoseconds: int) -> None:
-        """A request of so many rows was answered so long after it came."""
+        """A request of this many rows was answered this long after it came."""
         self.success += 1
         self.inference_count += rows
         self.request_ns += nanoseconds
@@ -135,3 +136,52 @@ _SUMS = [
     for each in dataclasses.fields(Counters)
     if each.name not in ("batches", "reject", "last_inference")
 ] + ["pending", "queued", "compilations_after_ready"]
+
+
+class ServerRows:
+    """What `server.jsonl` has of the models: totals of all, and of each by its name."""
+
+    def __init__(self, statistics: Callable[[], Sequence[ModelStatistics]]) -> None:
+        """`statistics` gives the counters of the versions in memory."""
+        self._statistics = statistics
+        self._before: dict[str, float] = {}
+
+    def row(self, seconds: float) -> dict[str, object]:
+        """Of the `seconds` since the last call: what waits now, rates, and means of what was
+        answered meanwhile (None where nothing was)."""
+        found = self._statistics()
+        now = {name: float(sum(getattr(each, name) for each in found)) for name in _SUMS}
+        spent = {name: value - self._before.get(name, 0.0) for name, value in now.items()}
+        self._before = now
+
+        def mean(total: str, count: str, unit: float = 1.0) -> float | None:
+            # Of a model that was unloaded meanwhile the counts are gone.
+            counted = max(0.0, spent[count])
+            return round(max(0.0, spent[total]) / unit / counted, 6) if counted else None
+
+        computed = mean("padded_rows", "bucket_rows")
+        return {
+            "pending": now["pending"],
+            "queued": now["queued"],
+            "requests": now["success"],
+            "requests_per_second": round(max(0.0, spent["success"]) / max(seconds, 1e-3), 3),
+            "failures": now["failure"],
+            "rows_per_second": round(max(0.0, spent["inference_count"]) / max(seconds, 1e-3), 3),
+            "batch_rows": mean("inference_count", "execution_count"),
+            "batch_fill": None if computed is None else round(1 - computed, 4),
+            "request_seconds": mean("request_ns", "success", 1e9),
+            "queue_seconds": mean("queue_ns", "success", 1e9),
+            "compute_seconds": mean("compute_infer_ns", "success", 1e9),
+            "memory_bytes": sum(each.memory_bytes for each in found),
+            "models": {
+                f"{each.name} {each.version}".strip(): {
+                    "requests": each.success,
+                    "failures": each.failure,
+                    "rows": each.inference_count,
+                    "batches": each.execution_count,
+                    "pending": each.pending,
+                    "memory_bytes": each.memory_bytes,
+                }
+                for each in found
+            },
+        }

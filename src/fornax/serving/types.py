@@ -43,6 +43,7 @@ class InferRequest:
     function: str = ""
     """Empty: the bundle's first function."""
     id: str = ""
+    """The client's name of it, which its answer repeats; empty: none."""
     outputs: tuple[str, ...] = ()
     """Names asked for, in their order; empty: all."""
     priority: int = 0
@@ -52,6 +53,8 @@ class InferRequest:
     parameters: Mapping[str, object] = dataclasses.field(default_factory=dict)
     received: float = 0.0
     """When its last byte had come, by `time.monotonic()`."""
+    request_id: str = ""
+    """Of its whole way, for logs, traces and profiles; see `fornax.config.request_id`."""
     trace: str | bytes | None = None
     """The caller's W3C `traceparent`, for spans."""
     pieces: "Callable[[InferResult], None] | None" = None
@@ -136,7 +139,8 @@ class Rollback:
 
 
 def as_serving_error(error: BaseException, what: str = "the request") -> ServingError:
-    """The error that answers `what`; what is no error of Fornax's is logged with its traceback."""
+    """The error that answers `what`; what is not an error of Fornax's is logged with its
+    traceback."""
     if isinstance(error, ServingError):
         # Its frames hold the request, and what holds the error: a ring, kept until a collection.
         error.__traceback__ = error.__context__ = error.__cause__ = None

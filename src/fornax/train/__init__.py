@@ -5,9 +5,11 @@ device or a mesh, first start or resume: the same call.
 """
 
 from fornax.config.goodput import Goodput, summarise
+from fornax.config.spikes import DrillConfig, SpikeConfig, SpikeLimit
 from fornax.train.config import (
     EvalConfig,
     LogConfig,
+    ProfileConfig,
     TrainConfig,
     TrainerConfig,
     WandbConfig,
@@ -20,8 +22,7 @@ from fornax.train.guard import SkipConfig
 from fornax.train.metrics import read_metrics
 from fornax.train.run import TrainResult, train
 from fornax.train.run_dir import RunDirectory
-from fornax.train.spikes import DrillConfig, SpikeConfig, SpikeLimit
-from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
+from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Samples, Task
 from fornax.train.tasks import next_token_loss, pretrain_task
 from fornax.train.weights import (
     Loaded,
@@ -48,7 +49,9 @@ __all__ = [
     "Loss",
     "Parity",
     "PostTraining",
+    "ProfileConfig",
     "RunDirectory",
+    "Samples",
     "SkipConfig",
     "SpikeConfig",
     "SpikeLimit",

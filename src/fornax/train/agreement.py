@@ -76,8 +76,8 @@ def differences(said: Sequence[Mapping[str, Mapping[str, str]]]) -> list[str]:
 def state_digests(state: TrainState) -> dict[str, str]:
     """A digest for each part of the arrays that this process's devices hold.
 
-    Parts of arrays of one shape and layout share a digest: whoever holds that part of one of them
-    holds it of all.
+    Parts of arrays of one shape and layout share a digest: a process that holds that part of one of
+    them holds it of all.
     """
     digests: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(as_tree(state)):

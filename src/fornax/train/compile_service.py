@@ -2,7 +2,7 @@
 
 Under `fornax launch` the agent of each host keeps the programs of its process (`ProgramMemory`).
 When a group needs one, a process that has it gives it to those that lack it; where none has,
-process 0 compiles it. So a group that forms anew after a fault compiles nothing, and neither does
+process 0 compiles it. So a group that forms again after a fault compiles nothing, and neither does
 one of another number of processes whose programs were made ahead.
 """
 

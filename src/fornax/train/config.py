@@ -1,10 +1,13 @@
 """What a user may say about a run: what every task needs, and what pretraining adds."""
 
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
+from fornax.config.run_requests import MOST_STEPS
+from fornax.config.spikes import SpikeConfig
 from fornax.data import DataConfig
 from fornax.mesh import DtypePolicy, MeshConfig, ProcessConfig
 from fornax.models import (
@@ -16,13 +19,15 @@ from fornax.models import (
     layers_outside,
 )
 from fornax.optim import OptimConfig
+from fornax.quant import QuantConfig
 from fornax.train.diloco.config import DilocoConfig
 from fornax.train.guard import SkipConfig
-from fornax.train.spikes import SpikeConfig
 
 __all__ = [
     "EvalConfig",
     "LogConfig",
+    "ProfileConfig",
+    "PrometheusConfig",
     "TrainConfig",
     "TrainerConfig",
     "WandbConfig",
@@ -62,6 +67,22 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrometheusConfig:
+    """The latest metrics for Prometheus, at `/metrics` (needs the extra `serve`)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; there is no password, so leave it to this machine or to a network of
+    your own."""
+    port: int = 9400
+    """Port to listen on; 0 takes one that is free, which is printed."""
+
+    def __post_init__(self) -> None:
+        """Check the port."""
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port={self.port} is not a port; use 0 to 65535")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is recorded, and how often."""
 
@@ -71,6 +92,8 @@ class LogConfig:
     """Whether to write TensorBoard event files."""
     wandb: WandbConfig | None = None
     """A Weights & Biases run, or null."""
+    prometheus: PrometheusConfig | None = None
+    """A page for Prometheus to read, from process 0, or null."""
     peak_tflops: float | None = None
     """Peak of one device in TFLOP/s, for utilisation; null takes the known peak of the device,
     and reports none for a device without one."""
@@ -81,6 +104,59 @@ class LogConfig:
             raise ConfigError(f"every={self.every} must be 1 or more")
         if self.peak_tflops is not None and self.peak_tflops <= 0:
             raise ConfigError(f"peak_tflops={self.peak_tflops} must be above 0, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Captures of a run's steps, in every process; a run can be asked for others while it goes."""
+
+    steps: str | int | None = None
+    """First and last step to capture, such as 20..25, or one step; null captures none."""
+    every: int | None = None
+    """Captures one step in this many throughout, into `continuous/` of the folder; null does
+    not."""
+    keep: int = 5
+    """How many captures of `every` to keep, the newest."""
+    keep_mib: int = 256
+    """Size of these in MiB; of more than one the oldest go first."""
+    out: str | None = None
+    """Folder of all captures; null takes the run directory's `profile/`."""
+    only: bool = False
+    """Whether the run is for `steps` alone: it ends after them and writes no checkpoint."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        window = self.window
+        if window is not None and window[1] - window[0] >= MOST_STEPS:
+            raise ConfigError(
+                f"steps={self.steps} are {window[1] - window[0] + 1} steps, and a capture holds "
+                f"{MOST_STEPS} at most; capture fewer, or set every"
+            )
+        if self.only and window is None:
+            raise ConfigError("only is set and steps is null; name the steps, such as 20..25")
+        for name in ("every", "keep", "keep_mib"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"{name}={value} must be 1 or more" + ", or null" * (name == "every")
+                )
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """First and last step of `steps`."""
+        if self.steps is None:
+            return None
+        found = _WINDOW.fullmatch(str(self.steps).strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= first <= last:
+            raise ConfigError(
+                f"steps={self.steps} must be the first and the last step to capture, such as "
+                "20..25, counted from 1"
+            )
+        return first, last
+
+
+_WINDOW = re.compile(r"(\d{1,15})(?:\.\.(\d{1,15}))?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +197,8 @@ class TrainerConfig:
     """Which checkpoints to keep, and how they are verified."""
     log: LogConfig = field(default_factory=LogConfig)
     """Metrics."""
-    profile_steps: tuple[int, ...] = ()
-    """First and last step of a profile to capture into `profile/`; empty captures none."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """Which steps to capture profiles of."""
 
     def __post_init__(self) -> None:
         """Check numbers and combinations."""
@@ -145,17 +221,11 @@ class TrainerConfig:
                 f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} "
                 f"micro-batches; use a multiple of {self.accumulate}"
             )
-        if self.profile_steps and (
-            len(self.profile_steps) != 2 or not 1 <= self.profile_steps[0] <= self.profile_steps[1]
-        ):
+        window = self.profile.window
+        if window is not None and self.steps and window[1] > self.steps:
             raise ConfigError(
-                f"profile_steps={list(self.profile_steps)} must be the first and the last step to "
-                "capture, such as [10, 12]"
-            )
-        if self.profile_steps and self.steps and self.profile_steps[1] > self.steps:
-            raise ConfigError(
-                f"profile_steps={list(self.profile_steps)} reaches beyond steps={self.steps}; "
-                "profile steps of the run"
+                f"profile.steps={self.profile.steps} reaches beyond steps={self.steps}; profile "
+                "steps of the run"
             )
 
 
@@ -180,6 +250,8 @@ class TrainConfig(TrainerConfig):
     """With `remat: names`, activations of a layer kept in the host's memory between the passes."""
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How the stages of a mesh with `stage` above 1 share a batch."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    """Quantized training, or training for quantization."""
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the logits (PaLM uses 1e-4)."""
     mtp_weight: float | None = None

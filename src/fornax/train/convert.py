@@ -23,9 +23,10 @@ from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.files import write_whole
 from fornax.config.hub import find_model
 from fornax.config.text import read_yaml
-from fornax.data import Dataset, load_tokenizer, read_manifest
+from fornax.data import Dataset, has_tokenizer, load_tokenizer, read_manifest
+from fornax.gguf import is_gguf
 from fornax.mesh import DtypePolicy, parse_dtype
-from fornax.models import Decoder, num_parameters, save_pretrained
+from fornax.models import Decoder, num_parameters, save_pretrained, stored_dtypes
 from fornax.train.config import TrainConfig
 from fornax.train.run_dir import RunDirectory
 from fornax.train.state import split_model
@@ -85,7 +86,7 @@ def convert(
     mtp: bool = False,
     overwrite: bool = False,
 ) -> Parity:
-    """Turn a run into a Hugging Face directory, or a Hugging Face directory into a run.
+    """Turn a run or a GGUF file into a Hugging Face directory, or such a directory into a run.
 
     A run that trained adapters becomes a folder in PEFT's format, or, merged, a Hugging Face
     directory. A run made this way holds the weights as step 0: `init_from` starts training from
@@ -93,7 +94,8 @@ def convert(
     result.
 
     Args:
-      source: a run directory with checkpoints, a Hugging Face directory, or a name on the Hub.
+      source: a run directory with checkpoints, a Hugging Face directory, a name on the Hub, or a
+        GGUF file.
       destination: the directory to make.
       dtype: of the weights at the destination; None keeps the source's.
       step: which checkpoint of a run; None takes the latest.
@@ -109,14 +111,12 @@ def convert(
     source, destination = find_model(source).expanduser(), Path(destination).expanduser()
     if source.resolve() == destination.resolve():
         raise ConfigError(f"source and destination are both {source}; choose another destination")
-    to_hugging_face = is_run(source)
-    if step is not None and not to_hugging_face:
-        raise ConfigError(
-            f"step={step}: {source} is a Hugging Face directory and has no steps; leave it out"
-        )
+    from_run = is_run(source)
+    if step is not None and not from_run:
+        raise ConfigError(f"step={step}: {source} is not a run and has no steps; leave it out")
     chosen = None if dtype is None else parse_dtype(dtype)
     folder = tokenizer_folder(source, tokenizer)
-    record = run_record(source, step) if to_hugging_face else None
+    record = run_record(source, step) if from_run else None
     base = None if record is None or record.lora is None else record.base
     if merge_lora and base is None and source.is_dir():
         raise ConfigError(f"{source} has no adapters to merge; leave --merge-lora out")
@@ -124,10 +124,15 @@ def convert(
     if keep and chosen is not None:
         raise ConfigError("adapters are kept in float32; leave --dtype out, or --merge-lora")
     left_out = 0 if mtp or keep else count_modules(source)
-    original = _load(source, step, merge=not keep, mtp=mtp)
+    # float32 has the numbers of every dtype that is stored, and float16 is not computed in;
+    # dequantized numbers are rounded once, to what is written.
+    as_is = chosen is None or from_run or stored_dtypes(source) in ({"float32"}, {"bfloat16"})
+    held = chosen if is_gguf(source) else None if as_is else jnp.dtype(jnp.float32)
+    original = _load(source, step, merge=not keep, mtp=mtp, dtype=held)
     prompts, kind = _prompts(folder, original)
-    few_bits = keep and record is not None and record.lora is not None and record.lora.quantize
-    # A base in few bits is what was trained on, and not what the adapter alone will lie on.
+    rounded = ("nf4", "int8", "int4")
+    few_bits = keep and record is not None and record.lora and record.lora.quantize in rounded
+    # A quantized base is what was trained on, and not what the adapter alone will be applied to.
     trained = _load(source, step) if few_bits else original
     expected = _logits(trained, prompts)
     del trained
@@ -139,7 +144,7 @@ def convert(
     if keep:
         adapters.save_peft(model, destination, base=str(base), overwrite=overwrite)
         count = sum(x.size for x in jax.tree.leaves(nnx.state(model, adapters.LoRAParam)))
-    elif to_hugging_face:
+    elif from_run or is_gguf(source):
         save_pretrained(model, destination, folder, overwrite=overwrite)
     else:
         _save_run(model, destination, source, overwrite=overwrite)
@@ -164,11 +169,19 @@ def convert(
     return parity
 
 
-def _load(path: Path, step: int | None = None, *, merge: bool = True, mtp: bool = False) -> Decoder:
-    """The decoder at `path`, its weights as they are, computing in float32."""
+def _load(
+    path: Path,
+    step: int | None = None,
+    *,
+    merge: bool = True,
+    mtp: bool = False,
+    dtype: np.dtype | None = None,
+) -> Decoder:
+    """The decoder at `path`, its weights as they are (of what is not a run in `dtype`), computing
+    in float32."""
     if is_run(path):
         return load_run(path, step=step, compute_dtype=jnp.float32, merge=merge, mtp=mtp).model
-    return load_decoder(path, compute_dtype=jnp.float32, mtp=mtp)
+    return load_decoder(path, dtype=dtype, compute_dtype=jnp.float32, mtp=mtp)
 
 
 def _load_adapter(base: str, dtype: str, path: Path) -> Decoder:
@@ -179,20 +192,21 @@ def _load_adapter(base: str, dtype: str, path: Path) -> Decoder:
 
 
 def tokenizer_folder(source: Path, given: str | Path | None = None) -> Path | None:
-    """The folder with a model's tokenizer: the one given, beside the model, or of its run's data.
+    """The folder, or GGUF file, with a model's tokenizer: the one given, the model's own, or that
+    of its run's data.
 
     None when there is none.
 
     Raises:
-      DataError: when what was given is no tokenizer.
+      DataError: when what was given is not a tokenizer.
     """
     source = find_model(source)
     if given is not None:
         path = Path(given).expanduser()
-        folder = path.parent if path.is_file() else path
-        load_tokenizer(folder)  # refuses what is no tokenizer
+        folder = path.parent if path.is_file() and not is_gguf(path) else path
+        load_tokenizer(folder)  # refuses what is not a tokenizer
         return folder
-    if (source / "tokenizer.json").is_file():
+    if has_tokenizer(source):
         return source
     saved = RunDirectory(source).config
     if not saved.is_file():

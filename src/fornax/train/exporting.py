@@ -183,7 +183,7 @@ def _call(
     function: Callable[..., Outputs], decoder: Decoder, *, tokens: jax.Array, lengths: jax.Array
 ) -> Outputs:
     # Named for the kernels' choice only: there is no native kernel off the CPU, and attention is
-    # told to be XLA's.
+    # XLA's.
     with target_platform("gpu"):
         return function(decoder, tokens, lengths)
 

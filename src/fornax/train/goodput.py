@@ -9,11 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import jax
+
 from fornax.config.goodput import CATEGORIES, Category
 from fornax.config.jsonl import JsonLines, read_json_lines
 from fornax.config.worker_record import WorkerRecord
 
 __all__ = ["Ledger"]
+
+_ANNOTATIONS: Mapping[Category, str] = {"wait_for_data": "input/wait"}
+"""What profiles call a category, where it is not its name."""
 
 
 class Ledger:
@@ -73,11 +78,13 @@ class Ledger:
 
     @contextmanager
     def phase(self, category: Category) -> Iterator[None]:
-        """Within the block time belongs to `category`, and after it to what ran before."""
+        """Within the block time belongs to `category`, and after it to what ran before; a profile
+        shows it."""
         before = self._category
         self.enter(category)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(_ANNOTATIONS.get(category, category)):
+                yield
         finally:
             self.enter(before)
 
@@ -112,7 +119,7 @@ class Ledger:
 
         Args:
           step: the step.
-          after: write only when the last line is so many seconds old.
+          after: write only when the last line is this many seconds old.
         """
         if self._clock() - self._written_at < after:
             return

@@ -48,12 +48,12 @@ class Interval:
         self.steps = 1
         """Steps between the last copy and the next."""
         self._next = 0
-        self._timed: tuple[float, int] | None = None  # when training went on, after which step
+        self._timed: tuple[float, int] | None = None  # when training continued, after which step
         self._began = 0.0
         self._step_seconds: deque[float] = deque(maxlen=_RECENT)
 
     def begin(self, step: int) -> None:
-        """The run goes on after `step`; the first copy is of the second step from there, when one
+        """The run resumes after `step`; the first copy is of the second step from there, when one
         was made that did not compile."""
         self._next = step + 2
         self._timed = None
@@ -65,7 +65,7 @@ class Interval:
         return step >= self._next
 
     def put_off(self, step: int, steps: int) -> None:
-        """Keep nothing for so many steps after `step`."""
+        """Keep nothing for this many steps after `step`."""
         self._next = step + steps
 
     def start(self, step: int) -> None:
@@ -77,7 +77,7 @@ class Interval:
         self._next = step + self.steps
 
     def finish(self, step: int, *, least: float = 0.0) -> None:
-        """Training goes on: agree on the step of the next copy.
+        """Training continues: agree on the step of the next copy.
 
         Args:
           step: that of `start`.

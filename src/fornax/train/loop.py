@@ -18,7 +18,10 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import DiskFullError, worker_record
+from fornax.config.run_requests import Request, answer
+from fornax.config.spikes import Spike
 from fornax.mesh import hosts
+from fornax.train.captures import Captures, Inbox
 from fornax.train.config import TrainerConfig
 from fornax.train.diloco.sync import SliceSync
 from fornax.train.evaluate import evaluate
@@ -27,11 +30,10 @@ from fornax.train.interval import Interval
 from fornax.train.memory_tier import MemoryTier
 from fornax.train.recorder import Recorder
 from fornax.train.rewind import LossSpikeError, SpikeGuard
-from fornax.train.run_dir import RunDirectory
 from fornax.train.session import Programs, Start
 from fornax.train.signals import StopSignals
-from fornax.train.spikes import Spike
 from fornax.train.state import as_tree
+from fornax.train.task import Samples
 
 __all__ = ["Loop", "Reason"]
 
@@ -50,7 +52,10 @@ class Loop:
     recorder: Recorder
     ledger: Ledger
     signals: StopSignals
-    directory: RunDirectory
+    captures: Captures
+    """Profiles of steps."""
+    inbox: Inbox
+    """What the run is asked for while it goes."""
     guard: SpikeGuard | None = None
     """What watches for loss spikes; None: nothing does."""
     sync: SliceSync | None = None
@@ -61,20 +66,23 @@ class Loop:
     """When the next checkpoint is due with `save_every: auto`; None: `save_every` says it."""
 
     def __post_init__(self) -> None:
-        """Stand before the first step."""
+        """Prepare for the first step."""
         self.state = self.start.state
         self.step = self.start.step
         self.batches = self.start.batches
         self.signal: int | None = None
         self.kept = False
-        """Whether the last step is kept in memory only, and another group goes on from there."""
+        """Whether the last step is kept in memory only, and another group resumes from there."""
         self.evaluation: dict[str, float] | None = None
         self._evaluations: dict[int, dict[str, float]] = {}
         self._pending: deque[tuple[int, int, Any, dict[str, float]]] = deque()
         self._saved: int | None = self.start.step if self.start.saved else None
         self._save_due = False
         self._turns = self.start.step
-        self._profiling = False
+        window = self.config.profile.window if self.config.profile.only else None
+        self._last = self.config.steps if window is None else window[1]
+        self._save_asked: list[Request] = []
+        self._stop_asked: list[Request] = []
         self._begin_intervals()
         self._in_flight = 0 if _devices_share_threads() else 1
 
@@ -82,14 +90,17 @@ class Loop:
         """Train until the last step, the end of the data, or a signal; then checkpoint."""
         self.ledger.enter("step")
         reason: Reason | None = None
-        while reason is None:
-            try:
-                reason = self._train()
-            except LossSpikeError as found:
-                self._go_back(found.spike)
-        self._stop_profile()
+        try:
+            while reason is None:
+                try:
+                    reason = self._train()
+                except LossSpikeError as found:
+                    self._go_back(found.spike)
+        finally:
+            self.captures.close(self.step)
         self.kept = reason == "signal" and self._keeps_only()
         if self.kept:
+            self._answer_stops()
             return reason
         try:
             self._save()
@@ -100,6 +111,9 @@ class Loop:
                 f"the run is at step {self.step} of {self.config.steps}, and that is not saved: "
                 f"{error}. Make room and run the same command again"
             ) from error
+        finally:
+            self._answer_saves()
+            self._answer_stops()
         return reason
 
     def _train(self) -> Reason:
@@ -109,27 +123,51 @@ class Loop:
           LossSpikeError: when one of them was a loss spike.
         """
         reason: Reason = "finished"
-        while self.step < self.config.steps:
+        while self.step < self._last:
             self._turns += 1  # not the step, which a rewind takes back: processes count together
             if self.signal is None:
                 self.signal = self.signals.stopped_by(self._turns)
             if self.signal is None and self.sync is not None and self.sync.stop:
                 self.signal = signal.SIGTERM
+            self._heed()
             if self.signal is not None and not self._exchanging:
                 reason = "signal"
                 break
-            self.ledger.begin(self.step + 1, self.batches.upcoming)
-            with self.ledger.phase("wait_for_data"):
-                rows = self._next_rows()
-            if rows is None:
+            if not self._turn():
                 reason = "data"
                 break
-            self._take(rows)
         self._drain(0)
         if self.sync is not None and self._exchanging:
             with self.ledger.phase("exchange"):
                 self.state, self.step = self.sync.settle(self.step, self.state)
         return reason
+
+    def _heed(self) -> None:
+        """Take what the run is asked for."""
+        for kind, steps, request in self.inbox.take(self._turns):
+            if kind == "profile":
+                self.captures.ask(steps, request)
+            elif kind == "checkpoint":
+                self._save_due = True
+                self._save_asked += [] if request is None else [request]
+            else:
+                self.signal = signal.SIGINT  # as if by hand: nothing is to start it again
+                self._stop_asked += [] if request is None else [request]
+
+    def _turn(self) -> bool:
+        """One step; False where there is no more data."""
+        self.ledger.begin(self.step + 1, self.batches.upcoming)
+        if self.captures.due(self.step + 1):
+            self._drain(0)
+            self.captures.begin(self.step + 1)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.step + 1):
+            with self.ledger.phase("wait_for_data"):
+                rows = self._next_rows()
+            if rows is None:
+                return False
+            self._take(rows)
+        self.captures.end(self.step)
+        return True
 
     @property
     def _exchanging(self) -> bool:
@@ -142,7 +180,6 @@ class Loop:
         return next(self.batches, None)
 
     def _take(self, rows: dict[str, Any]) -> None:
-        self._start_profile()
         observe = self.programs.parts.task.post.observe
         observed = {} if observe is None else dict(observe())
         self.state, metrics = self.programs.step(self.state, rows)
@@ -154,13 +191,16 @@ class Loop:
         evaluates = self._due(self.config.eval.every) or (
             self.config.eval.every is not None and self.step == self.config.steps
         )
+        samples = self.programs.parts.task.samples
+        if samples is not None and (self._due(samples.every) or self.step == self.config.steps):
+            self._show(samples)
         self._save_due = self._save_is_due() or self._save_due
         saves = self._save_due and not self._exchanging
         if evaluates:
             self._drain(1)
             jax.block_until_ready(self.state.step)
             self._evaluations[self.step] = self.evaluation = self._evaluate()
-        self._drain(0 if evaluates or saves or self._profiling else self._in_flight)
+        self._drain(0 if evaluates or saves or self.captures.running else self._in_flight)
         self._unless_full(self.checkpointer.check)
         if self.guard is not None and self.guard.is_due(self.step):
             self._remember(self.guard)
@@ -168,8 +208,7 @@ class Loop:
             self._keep(self.memory)
         if saves:
             self._unless_full(self._save)
-        if self._profiling and self.step == self.config.profile_steps[1]:
-            self._stop_profile()
+            self._answer_saves()
 
     def _exchange(self, sync: SliceSync) -> Mapping[str, float]:
         """What is due with the other slices after this step; the numbers of it."""
@@ -180,8 +219,8 @@ class Loop:
             self.state, step = sync.after_step(self.step, self.state, last=last)
         if step != self.step:
             self.recorder.progress.log(
-                f"the other slices went on without this one after step {self.step}; it goes on at "
-                f"step {step}, from the state of one of them"
+                f"the other slices continued without this one after step {self.step}; it resumes "
+                f"at step {step}, from the state of one of them"
             )
             self.step, self._saved = step, None
         return sync.numbers
@@ -199,7 +238,7 @@ class Loop:
         self.ledger.flush(self.step)
 
     def _keeps_only(self) -> bool:
-        """Keep the last step in memory, where a launcher asked for no more: the next group goes on
+        """Keep the last step in memory, where a launcher asked for no more: the next group resumes
         from there. Whether it is kept; it is not where there is no room, or it is on disk."""
         record = worker_record.current()
         asked = record is not None and record.is_asked_to_keep()
@@ -215,10 +254,10 @@ class Loop:
         return True
 
     def _go_back(self, spike: Spike) -> None:
-        """Leave the spike's batch out, and go on from the state before it."""
+        """Leave the spike's batch out, and resume from the state before it."""
         assert self.guard is not None
         with self.ledger.phase("spikes"):
-            self._stop_profile()
+            self.captures.end(self.step, early=True)
             self._pending.clear()
             self._evaluations.clear()
             jax.block_until_ready(self.state.step)
@@ -293,8 +332,16 @@ class Loop:
             finally:
                 batches.close()
 
+    def _show(self, samples: Samples[Any]) -> None:
+        self._drain(1)
+        jax.block_until_ready(self.state.step)
+        with self.ledger.phase("evaluate"):
+            samples.show(self.step, self.programs.model(self.state, averaged=True))
+
     def _save(self) -> None:
         self._save_due = False
+        if self.config.profile.only:
+            return
         with self.ledger.phase("checkpoint"):
             self._unless_full(self.checkpointer.wait)  # of the save before
         if self._saved == self.step:
@@ -312,14 +359,28 @@ class Loop:
         self._saved = self.step
         self.ledger.flush(self.step)
 
+    def _answer_saves(self) -> None:
+        while self._save_asked:
+            request = self._save_asked.pop()
+            if self.config.profile.only:
+                answer(request, error="this run is for a profile only, and saves nothing")
+            elif self._saved == self.step:
+                answer(request, result={"step": self.step})
+            else:
+                answer(request, error=f"step {self.step} is not saved: the disk is full")
+
+    def _answer_stops(self) -> None:
+        for request in self._stop_asked:
+            answer(request, result={"step": self.step})
+
     def _unless_full(self, action: Callable[[], object]) -> None:
-        """Go on where a checkpoint has no room: those before it are whole, and the next save tries
+        """Resume where a checkpoint has no room: those before it are whole, and the next save tries
         again."""
         try:
             action()
         except DiskFullError as error:
             self._saved = None
-            self.recorder.progress.log(f"{error}. Training goes on; the next save tries again")
+            self.recorder.progress.log(f"{error}. Training continues; the next save tries again")
             record = worker_record.current()
             if record is not None:
                 record.set_unsaved(self.step)
@@ -336,17 +397,6 @@ class Loop:
         """What `checkpoint.best_metric` may name: the step's numbers, the latest evaluation's."""
         numbers = {k: v for k, v in self.recorder.numbers.items() if math.isfinite(v)}
         return numbers | {f"eval/{k}": v for k, v in (self.evaluation or {}).items()}
-
-    def _start_profile(self) -> None:
-        if self.config.profile_steps and self.step + 1 == self.config.profile_steps[0]:
-            self._drain(0)
-            jax.profiler.start_trace(str(self.directory.profile))
-            self._profiling = True
-
-    def _stop_profile(self) -> None:
-        if self._profiling:
-            jax.profiler.stop_trace()
-            self._profiling = False
 
 
 def _devices_share_threads() -> bool:

@@ -1,14 +1,14 @@
-"""Snapshots in memory that outlives the process: where a group that is formed anew goes on.
+"""Snapshots in memory that outlives the process: where a group that is formed again resumes.
 
 Under `fornax launch` the agent of a host holds the memory, two files without a name, and each
 process writes its parts of the state into the older of them, so that one is always whole
 (`fornax.config.snapshot_file` has the layout). Of several hosts each holds a replica of another's:
-the newer file is kept until the other host has it, so that there is a step that all can go on from
+the newer file is kept until the other host has it, so that there is a step that all can resume from
 when a host is lost with its memory.
 
 The interval between snapshots follows from what one costs and how often the run fails. So does
 that between those which are marked, for agents to copy to the disks of their hosts: where nothing
-in memory is left, the run goes on from there.
+in memory is left, the run resumes from there.
 """
 
 import contextlib
@@ -32,11 +32,12 @@ from isal.isal_zlib import crc32
 from jax.sharding import Mesh
 
 from fornax.checkpoint.arrays import table
+from fornax.config.host_memory import available_memory
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 from fornax.mesh import hosts
 from fornax.train.interval import Interval, young
 from fornax.train.regroup import Held, complete_steps, gathered
-from fornax.train.snapshot import Snapshot, free_bytes, local_bytes
+from fornax.train.snapshot import Snapshot, local_bytes
 from fornax.train.state import TrainState, as_tree
 
 __all__ = ["MemoryTier", "Remembered", "Tier", "peer_of"]
@@ -100,6 +101,7 @@ class MemoryTier:
         replicas: Sequence[Path] = (),
         shared: Path | None = None,
         disk: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the memory.
 
@@ -113,13 +115,14 @@ class MemoryTier:
             those are not looked at.
           disk: the directory to which this host's agent copies snapshots that are marked; None: of
             all hosts none does.
+          clock: seconds, never going back.
         """
         self._slots = [_Slot(path) for path in paths]
-        self._interval = Interval(mtbf)
+        self._interval, self._clock = Interval(mtbf, clock=clock), clock
         self._mtbf, self._disk = mtbf, disk
         self._marked_at, self._copy_seconds = -math.inf, 0.0
         self.passed_over: list[str] = []
-        """What is on the disk and of no use, and why; in words."""
+        """What is on the disk and cannot be used, and why; in words."""
         self._peer = peer
         self._put_off = 0
         self._config = hashlib.blake2b(config_yaml.encode(), digest_size=16).hexdigest()
@@ -133,7 +136,9 @@ class MemoryTier:
 
         Of each of a host's processes there are two, and of the replicas two as well.
         """
-        said = hosts.gather([socket.gethostname(), local_bytes(as_tree(abstract)), free_bytes()])
+        said = hosts.gather(
+            [socket.gethostname(), local_bytes(as_tree(abstract)), available_memory()]
+        )
         needed: Counter[str] = Counter()
         for host, size, _ in said:
             needed[host] += 2 * size
@@ -276,7 +281,7 @@ class MemoryTier:
         return TrainState(**Snapshot.of_parts(as_tree(abstract), parts).arrays())
 
     def begin(self, step: int) -> None:
-        """The run goes on after `step`; the first snapshot is of the second step from there, when
+        """The run resumes after `step`; the first snapshot is of the second step from there, when
         one was made that did not compile."""
         for slot in self._slots:
             if slot.step > step:  # of what is not done again the same way
@@ -337,7 +342,7 @@ class MemoryTier:
     def _is_copy_due(self) -> bool:
         """Whether hosts are to copy the next snapshot to their disks: so long after the last one as
         loses the least, and not while one of them copies."""
-        now, copies = time.monotonic(), [slot.copy_seconds() for slot in self._slots]
+        now, copies = self._clock(), [slot.copy_seconds() for slot in self._slots]
         self._copy_seconds = max((each for each in copies if each), default=self._copy_seconds)
         age = min(now - self._marked_at, 1e9)
         said = hosts.gather([None in copies, self._copy_seconds, age])

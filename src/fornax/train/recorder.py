@@ -14,9 +14,9 @@ from fornax.train.metrics import Sink
 __all__ = ["Recorder"]
 
 _FLUSH_SECONDS = 1.0
-"""At most so much time of a process that is killed is not in its record."""
+"""At most this much time of a process that is killed is not in its record."""
 _ARRAYS_EVERY = 10
-"""Of so many records one has the arrays, which may be long; each with an evaluation has them."""
+"""Of this many records one has the arrays, which may be long; each with an evaluation has them."""
 
 
 @dataclass(kw_only=True)
@@ -86,7 +86,7 @@ class Recorder:
         self._count_skips(step, metrics)
 
     def rewind(self, step: int, total: float) -> None:
-        """The run goes on after `step`, with `total` units seen."""
+        """The run resumes after `step`, with `total` units seen."""
         for sink in self.sinks:
             sink.rewind(step)
         self.total, self.numbers, self.last = total, {}, None

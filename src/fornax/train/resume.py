@@ -1,4 +1,4 @@
-"""What may change when a run goes on, and differ between its processes: all else is refused."""
+"""What may change when a run is resumed, and differ between its processes: all else is refused."""
 
 import fnmatch
 import json
@@ -27,7 +27,7 @@ HARMLESS: dict[str, str] = {
     "eval.*": "evaluation reads the state and leaves it",
     "checkpoint.*": "which states are kept does not change them",
     "save_every": "nor does how often they are",
-    "profile_steps": "a profile only watches",
+    "profile.*": "a profile only watches",
     "spikes": "what a rewind leaves out is recorded, and stays out whatever the limits become",
     "processes.*": "the same global batches reach any number of processes",
     "mesh.*": "the same numbers up to rounding on any devices",
@@ -35,7 +35,8 @@ HARMLESS: dict[str, str] = {
     "model.experts.exchange": "the same numbers up to rounding, whichever way tokens travel",
     "pipeline.*": "the same numbers up to rounding, however stages share them",
     "remat": "the same numbers up to rounding, computed again instead of kept",
-    "init_from": "a run that goes on has its own weights",
+    "quant.allow_slow": "how long a step takes does not change it",
+    "init_from": "a run that is resumed has its own weights",
     "data.prefetch.*": "batches made ahead are the same batches",
     "data.read_batch": "so are batches read in other portions",
     "data.cache_dir": "where remote files are kept does not change them",
@@ -73,7 +74,7 @@ def check_same(config: object) -> None:
 
 
 def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[Change]:
-    """Compare the config saved with a checkpoint with the one to go on with.
+    """Compare the config saved with a checkpoint with the one to continue with.
 
     Args:
       saved: YAML of the config that the run was started with.
@@ -84,15 +85,16 @@ def check_changes(saved: str, config: Any, accept: Sequence[str] = ()) -> list[C
       The changes that were accepted or are harmless.
 
     Raises:
-      ConfigError: listing every change that is neither, or a pattern that is no pattern of a key.
+      ConfigError: listing every change that is neither, or a pattern that is not a pattern of a
+          key.
     """
     try:
         before = from_yaml(type(config), saved, source="the checkpoint's config")
     except FornaxError as error:
         raise ConfigError(
             "the checkpoint's config does not load with this version of Fornax, so nothing says "
-            f"whether the run may go on: {error}. Start a new run directory, with init_from set to "
-            "this one to keep its weights"
+            f"whether the run may continue: {error}. Start a new run directory, with init_from set "
+            "to this one to keep its weights"
         ) from error
     _check_patterns(accept, [*known_keys(before), *known_keys(config)])
     changes = diff(before, config)
@@ -119,7 +121,7 @@ def _check_patterns(patterns: Sequence[str], keys: Sequence[str]) -> None:
         if not any(matches(key, [pattern]) for key in keys):
             near = nearest(pattern, keys)
             hint = f"; did you mean {near}?" if near else ""
-            raise ConfigError(f"--accept-changes {pattern} is no key of the config{hint}")
+            raise ConfigError(f"--accept-changes {pattern} is not a key of the config{hint}")
 
 
 def fixed_keys(config: object) -> dict[str, str]:

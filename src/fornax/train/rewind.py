@@ -1,6 +1,6 @@
 """Going back to before a loss spike: recovery points, and what the processes agree to do.
 
-Where the run goes on is decided by process 0; the others saw the same metrics and say so first.
+Where the run resumes is decided by process 0; the others saw the same metrics and say so first.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from pathlib import Path
 
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ClusterError, FornaxError
+from fornax.config.spikes import Spike, SpikeConfig, SpikeDetector
 from fornax.mesh import hosts
 from fornax.train.config import TrainerConfig
 from fornax.train.session import Programs, Start, from_checkpoint, from_scratch, of_all_hosts
 from fornax.train.skip_list import Rewind, SkipList
 from fornax.train.snapshot import Snapshot, check_room
-from fornax.train.spikes import Spike, SpikeConfig, SpikeDetector
 from fornax.train.state import TrainState, as_tree
 
 __all__ = ["LossSpikeError", "SpikeGuard", "discard_stale"]
@@ -214,7 +214,7 @@ class SpikeGuard:
             + "; the cause is not a few bad batches. Lower optim.learning_rate, clip gradients, "
             "look at the data around this batch, leave out more with spikes.skip_before, or, "
             "where such values are usual, raise spikes.loss or spikes.grad_norm; the same command "
-            "goes on from the last checkpoint"
+            "resumes from the last checkpoint"
         )
 
 
@@ -225,7 +225,7 @@ def _agree(spike: Spike) -> None:
         raise ClusterError(
             f"the processes do not see the same loss spike: process 0 has [step, batch, metric] "
             f"{seen[0]}, {', '.join(others)}; their states differ. Start all of them again: they "
-            "go on from the last checkpoint"
+            "resume from the last checkpoint"
         )
 
 

@@ -1,6 +1,9 @@
 """`train`: one call from a config and a run directory to a trained model, resuming if it can."""
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,16 +14,22 @@ import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import Change, dump_yaml, environment, to_mapping, worker_record
-from fornax.config.errors import GroupLostError
+from fornax.config.errors import FornaxError, GroupLostError
+from fornax.config.files import write_whole
 from fornax.config.goodput import Goodput, summarise
 from fornax.config.jsonl import append_json_line
+from fornax.config.price import PriceTable
 from fornax.config.progress import Progression, ProgressName, Quiet, choose
+from fornax.config.run_requests import ask
+from fornax.config.spikes import refuse_rewinds
 from fornax.data import Dataset, Mixture, Part
 from fornax.data.remote import find_workers
 from fornax.mesh import hosts, initialize
 from fornax.mesh.hardware import chip_of
+from fornax.quant import check_speed
 from fornax.train import report
 from fornax.train.agreement import agree
+from fornax.train.captures import Captures, Inbox
 from fornax.train.compile_service import CompileService, Event, why_off
 from fornax.train.config import TrainConfig, TrainerConfig
 from fornax.train.diloco.slices import slice_run
@@ -29,6 +38,7 @@ from fornax.train.interval import Interval
 from fornax.train.loop import Loop, Reason
 from fornax.train.memory_tier import MemoryTier, peer_of
 from fornax.train.metrics import MetricsFile, Sink, Wandb, read_metrics
+from fornax.train.program_facts import ProgramFile
 from fornax.train.program_memory import ProgramMemory
 from fornax.train.recorder import Recorder
 from fornax.train.resume import check_changes, check_same
@@ -38,7 +48,6 @@ from fornax.train.session import Programs, Start, prepare, start
 from fornax.train.signals import StopSignals, exit_code
 from fornax.train.skip_list import Rewind, SkipList
 from fornax.train.snapshot import local_bytes
-from fornax.train.spikes import refuse_rewinds
 from fornax.train.state import as_tree
 from fornax.train.task import Task
 from fornax.train.tasks import pretrain_task
@@ -58,7 +67,7 @@ class TrainResult:
     step: int
     """Steps done in all."""
     reason: Reason
-    """`finished`, `signal` (asked to stop; the same command goes on), or `data` (there is no
+    """`finished`, `signal` (asked to stop; the same command resumes it), or `data` (there is no
     more)."""
     metrics: dict[str, Any] | None
     """The last logged record of this attempt; None when it made no step."""
@@ -77,8 +86,9 @@ def train(
     task: Task | None = None,
     accept_changes: Sequence[str] = (),
     progress: ProgressName | Progression = "auto",
+    prices: PriceTable | None = None,
 ) -> TrainResult:
-    """Train, or go on training, in `run_dir`.
+    """Train, or continue training, in `run_dir`.
 
     A run directory with checkpoints is resumed from the latest; the run then goes as if it had
     never stopped. SIGTERM and Ctrl-C finish the step, checkpoint and return.
@@ -92,9 +102,11 @@ def train(
         the checkpoints were made with; of a new run, keys of positions (`model.rope.theta`) that
         may differ from the model of `init_from`.
       progress: what is shown.
+      prices: of chips; the report and `goodput.jsonl` then say what the run costs.
 
     Raises:
-      ConfigError: for a changed config, a directory in use or not writable.
+      ConfigError: for a changed config, a directory in use or not writable, and for prices
+        without one of this chip.
       ShardingError: when the model does not divide over the devices.
       DataError, CheckpointError: from the data and the checkpoints.
       ClusterError: when the processes asked for do not all join, or were given other configs.
@@ -102,13 +114,14 @@ def train(
     """
     ledger = Ledger(record=worker_record.current())
     initialize(config.processes)
+    bill = _bill(prices)
     shown = choose(progress) if isinstance(progress, str) else progress
     first = jax.process_index() == 0
     directory = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
     with _naming_lost_processes(), ExitStack() as stack:
         hosts.decide(lambda: _open(directory, stack))
         shown = shown if first else Quiet()
-        signals = stack.enter_context(StopSignals(shown.log))
+        signals = stack.enter_context(StopSignals(shown.log, _actions(directory, shown)))
         checkpointer = Checkpointer(directory.checkpoints, config.checkpoint)
         stack.callback(checkpointer.close)
         stack.push(_free_background)
@@ -124,6 +137,7 @@ def train(
         slices = 1 if slice_ is None else slice_.place.count
         programs = prepare(config, task, ledger, slices=slices)
         programs.log = shown.log
+        _check_speed(config, checkpointer, programs, shown)
         kept = _program_memory(programs, directory, shown, stack)
         if kept is not None and slice_ is None and isinstance(config, TrainConfig):
             kept.keep_plan({"config": dump_yaml(config)})
@@ -146,7 +160,8 @@ def train(
         guard = _guard(config, programs, checkpointer, directory, begun)
         if first:
             directory.save_config(dump_yaml(config))
-        _open_ledger(ledger, directory, programs, begun)
+            _describe(directory, task, programs, begun)
+        _open_ledger(ledger, directory, programs, begun, bill)
         recorder = _recorder(config, task, directory, begun, ledger, shown, first=first)
         stack.callback(lambda: [sink.close() for sink in recorder.sinks])
         stack.callback(shown.close)
@@ -157,7 +172,7 @@ def train(
         if begun.step:
             done = " and is done" if begun.step >= config.steps else ""
             where = {"memory": ", in memory", "local disk": ", on local disk"}.get(begun.source, "")
-            shown.log(f"the run stands at step {begun.step} of {config.steps}{where}{done}")
+            shown.log(f"the run is at step {begun.step} of {config.steps}{where}{done}")
         shown.start(begun.step, config.steps, task.unit)
         loop = Loop(
             config=config,
@@ -168,7 +183,10 @@ def train(
             recorder=recorder,
             ledger=ledger,
             signals=signals,
-            directory=directory,
+            captures=Captures(
+                config=config.profile, directory=directory, log=shown.log, ledger=ledger
+            ),
+            inbox=Inbox(directory=directory.path, log=shown.log),
             guard=guard,
             sync=sync,
             memory=memory,
@@ -186,8 +204,8 @@ def train(
         ledger.close(loop.step)
         if reason == "data":
             shown.log(f"the data ended after step {loop.step} of {config.steps}")
-    # None where it was stopped at once; and not while another group waits to go on.
-    if first and not loop.kept and read_metrics(directory.metrics):
+    # None where it was stopped at once; and not while another group waits to continue.
+    if first and not (loop.kept or config.profile.only) and read_metrics(directory.metrics):
         report.write(directory.path)
     return TrainResult(
         run_dir=directory.path,
@@ -200,7 +218,53 @@ def train(
     )
 
 
-def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, begun: Start) -> None:
+def _check_speed(
+    config: TrainerConfig, checkpointer: Checkpointer, programs: Programs, shown: Progression
+) -> None:
+    """Measure a new run's products in 8 bits beside bfloat16, in the first process."""
+    used = programs.parts.task.eight_bits
+    if used is None or checkpointer.resume_step() is not None:
+        return
+    mesh, rules = programs.parts.mesh, programs.parts.rules
+    length = used.length // math.prod(mesh.shape[axis] for axis in rules["length"])
+    rows = programs.hosts.padded(config.batch_size) // programs.hosts.multiple
+    if said := hosts.decide(lambda: check_speed(used.config, used.model, rows, length)):
+        shown.log(said)
+
+
+def _describe(directory: RunDirectory, task: Task, programs: Programs, begun: Start) -> None:
+    """Say in the run directory what its data is, and what its programs do when compiled."""
+    mesh, state = programs.parts.mesh, programs.abstract
+    arguments = {
+        "parameters": state.params,
+        "optimizer": state.optimizer,
+        "frozen": programs.abstract_frozen,
+        "other": (state.other, state.guard, state.rng, state.step, state.updates),
+    }
+    programs.told = ProgramFile(directory.program, arguments, dict(mesh.shape)).add
+    found = {"steps_per_epoch": task.post.steps_per_epoch, **begun.batches.describe()}
+    with suppress(OSError):  # a file less
+        write_whole(directory.data, json.dumps(found))
+
+
+def _bill(prices: PriceTable | None) -> dict[str, object]:
+    """The run's chips, and the price of one."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    name, devices = ("cpu", 1) if chip is None else (chip.name, chip.devices)
+    bill: dict[str, object] = {"chips": jax.device_count() / devices}
+    if prices is not None:
+        price = prices.of(name)
+        bill |= {"chip_hour": price.chip_hour, "currency": price.currency}
+    return bill
+
+
+def _open_ledger(
+    ledger: Ledger,
+    directory: RunDirectory,
+    programs: Programs,
+    begun: Start,
+    bill: Mapping[str, object],
+) -> None:
     """Write where the time goes: of the first process for the run, of others beside their record
     where a launcher keeps one."""
     path, record = directory.goodput, environment.worker_record()
@@ -210,7 +274,7 @@ def _open_ledger(ledger: Ledger, directory: RunDirectory, programs: Programs, be
         path = record.with_suffix(".goodput.jsonl")
     count = jax.process_count()
     state = local_bytes(as_tree(programs.abstract)) * count
-    facts = {"hosts": count, "state_bytes": state, "restored": begun.source}
+    facts = {"hosts": count, "state_bytes": state, "restored": begun.source, **bill}
     ledger.open(path, begun.step, facts)
 
 
@@ -224,8 +288,22 @@ def _naming_lost_processes() -> Iterator[None]:
         said = str(error).splitlines()[0][:200]
         raise GroupLostError(
             f"process {jax.process_index()} lost another process of the run ({said}); start all "
-            "of them again: they go on from the newest checkpoint. fornax launch does so by itself"
+            "of them again: they resume from the newest checkpoint. fornax launch does so by itself"
         ) from error
+
+
+def _actions(directory: RunDirectory, shown: Progression) -> dict[int, Callable[[], object]]:
+    """SIGUSR1 asks for a profile; under a launcher it writes the stacks instead."""
+    if worker_record.current() is not None:
+        return {}
+
+    def ask_profile() -> None:
+        try:
+            ask(directory.path, "profile")
+        except FornaxError as error:
+            shown.log(f"SIGUSR1: no profile: {error}")
+
+    return {signal.SIGUSR1: ask_profile}
 
 
 def _free_background(kind: object, error: BaseException | None, trace: object) -> None:
@@ -241,7 +319,7 @@ def _settle(
     accept: Sequence[str],
     shown: Progression,
 ) -> tuple[TrainerConfig, list[Change]]:
-    """The config to go on with, its model filled in, and what changed since the checkpoint."""
+    """The config to continue with, its model filled in, and what changed since the checkpoint."""
     step = checkpointer.resume_step()
     saved = None if step is None else checkpointer.read_config(step)
     if isinstance(config, TrainConfig):
@@ -318,12 +396,12 @@ def _memory(
 
 
 def _tell_source(begun: Start, memory: MemoryTier | None, directory: RunDirectory) -> None:
-    """Note in the events of a launch from which tier it goes on, and what is passed over."""
+    """Note in the events of a launch from which tier it resumes, and what is passed over."""
     rank, events = jax.process_index(), []
     for each in () if memory is None else memory.passed_over:
         events.append({"why": f"rank {rank}: {each}, and is not used", "rank": rank})
     if begun.source and not rank:
-        why = f"goes on after step {begun.step}, from {begun.source}"
+        why = f"resumes after step {begun.step}, from {begun.source}"
         events.append({"why": why, "restored": begun.source, "step": begun.step})
     if worker_record.current() is not None:
         for event in events:
@@ -393,7 +471,7 @@ def _task(config: TrainerConfig, task: Task | None) -> Task:
     if task is not None:
         return task
     if not isinstance(config, TrainConfig):
-        raise TypeError(f"{type(config).__name__} is no TrainConfig: pass the task it is for")
+        raise TypeError(f"{type(config).__name__} is not a TrainConfig: pass the task it is for")
     return pretrain_task(config)
 
 
@@ -408,7 +486,7 @@ def _recorder(
     first: bool,
 ) -> Recorder:
     return Recorder(
-        sinks=_sinks(config, directory, begun.step) if first else (),
+        sinks=_sinks(config, directory, begun.step, shown) if first else (),
         progress=shown,
         ledger=ledger,
         every=config.log.every,
@@ -421,7 +499,9 @@ def _recorder(
     )
 
 
-def _sinks(config: TrainerConfig, directory: RunDirectory, step: int) -> list[Sink]:
+def _sinks(
+    config: TrainerConfig, directory: RunDirectory, step: int, shown: Progression
+) -> list[Sink]:
     sinks: list[Sink] = [MetricsFile(directory.metrics, step)]
     if config.log.tensorboard:
         from fornax.train.tensorboard import TensorBoard
@@ -429,6 +509,12 @@ def _sinks(config: TrainerConfig, directory: RunDirectory, step: int) -> list[Si
         sinks.append(TensorBoard(directory.tensorboard, step))
     if config.log.wandb is not None:
         sinks.append(Wandb(config.log.wandb, directory.path, to_mapping(config)))
+    if config.log.prometheus is not None:
+        from fornax.train.prometheus import Prometheus
+
+        page = Prometheus(config.log.prometheus, directory.path)
+        shown.log(f"metrics for Prometheus: {page.address}")
+        sinks.append(page)
     return sinks
 
 

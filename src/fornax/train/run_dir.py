@@ -6,8 +6,11 @@ runs/<name>/config.yaml     the resolved config of the latest attempt
             goodput.jsonl   where the time went
             spikes.jsonl    loss spikes that the run went back from: the skip list
             checkpoints/    weights, optimizer, RNG, data position, config
+            program.json    work, memory and roofline of its programs, once they are compiled
+            data.json       documents and tokens under it, as it found them
             tensorboard/    event files
             profile/        captured profiles
+            requests/       what the run is asked for while it goes, and its answers
             report.html     the report
 """
 
@@ -38,7 +41,7 @@ class RunDirectory:
     """The files of a run, and a lock that keeps a second process out of it.
 
     The lock is the kernel's (`flock`): it ends with its process, a `kill -9` included, so there
-    is no stale lock to remove.
+    is not a stale lock to remove.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -83,7 +86,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoints, one folder a step."""
+        """The checkpoints, one folder per step."""
         return self.path / "checkpoints"
 
     @property
@@ -95,6 +98,16 @@ class RunDirectory:
     def profile(self) -> Path:
         """Captured profiles."""
         return self.path / "profile"
+
+    @property
+    def program(self) -> Path:
+        """What its programs do."""
+        return self.path / "program.json"
+
+    @property
+    def data(self) -> Path:
+        """What its data is."""
+        return self.path / "data.json"
 
     @property
     def report(self) -> Path:

@@ -13,9 +13,20 @@ from jax.sharding import Mesh
 from fornax import kernels, optim
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError, ShardingError
-from fornax.mesh import MeshConfig, fit_mesh, hosts, make_mesh, stage_axes, use_mesh
+from fornax.config.suggest import first_few
+from fornax.mesh import (
+    MeshConfig,
+    Rules,
+    fit_mesh,
+    hosts,
+    make_mesh,
+    path_name,
+    stage_axes,
+    use_mesh,
+)
 from fornax.models import DecoderConfig, PipelineConfig, layers_outside
 from fornax.train.compile_service import CompileService
+from fornax.train.compiler_options import step_options
 from fornax.train.config import TrainConfig, TrainerConfig
 from fornax.train.diloco import OuterState
 from fornax.train.goodput import Ledger
@@ -66,6 +77,8 @@ class Programs:
     """How many programs were compiled so far."""
     log: Callable[[str], None] = field(default=lambda text: None)
     """Shows a line of text: which implementation each kernel got, once."""
+    told: Callable[[str, jax.stages.Compiled, object], None] | None = None
+    """Told each program that a batch of new shapes needed, by name, with that abstract batch."""
     service: CompileService | None = None
     """Compiles for a group of processes, or has what it needs; None: each process by itself."""
     _said: set[kernels.Choice] = field(default_factory=set)
@@ -104,8 +117,11 @@ class Programs:
                 shapes = self.shapes_of(rows)
                 with kernels.recording_choices() as made:
                     lowered = lower(shapes)
-                self._compiled[key] = (self.compile(name, lowered), shapes)
+                compiled = self.compile(name, lowered)
+                self._compiled[key] = (compiled, shapes)
                 self.compilations += 1
+                if self.told is not None:
+                    self.told(name, compiled, shapes)
             for choice in made.keys() - self._said:
                 self._said.add(choice)
                 self.log(f"kernel {choice}")
@@ -125,16 +141,27 @@ class Programs:
             )
         return tuple(found)
 
-    def model(self, state: TrainState) -> Any:
-        """The model of a state; its arrays are the state's and the frozen ones themselves."""
+    def model(self, state: TrainState, *, averaged: bool = False) -> Any:
+        """The model of a state; its arrays are the state's and the frozen ones themselves.
+
+        `averaged` takes the parameters that evaluation does.
+        """
         held = self.parts.model.holding(self.frozen)
-        return held.merge(state.params, state.other, jax.random.key(0))
+        params = state.params
+        if averaged:
+            params = self.parts.optim.eval_params(params, state.optimizer)
+        return held.merge(params, state.other, jax.random.key(0))
 
     def lower_step(self, batch: object) -> jax.stages.Lowered:
         """The training step, traced for an abstract global batch; the state is donated."""
         where = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
         step = make_train_step(self.parts)
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(where, None))
+        jitted = jax.jit(
+            step,
+            donate_argnums=0,
+            out_shardings=(where, None),
+            compiler_options=step_options(self.parts.mesh),
+        )
         return jitted.lower(self.abstract, batch, self.abstract_frozen)
 
     def lower_evaluation(self, batch: object) -> jax.stages.Lowered:
@@ -212,6 +239,7 @@ def prepare(
     mesh, rules = make_mesh(fitted, devices), fitted.resolved_rules()
     model = split_model(built, task.post.trained)
     _require_trained(model.params, task.post.trained)
+    _require_rounded(model.params, task, mesh, rules)
     chain = optim.build(
         config.optim, total_steps=config.steps, params=model.params, optimizer=task.optimizer
     )
@@ -250,6 +278,8 @@ def _notes(
     stages, over = (math.prod(mesh.shape[axis] for axis in axes) for axes in (along, along[:-1]))
     if stages > 1 and isinstance(config, TrainConfig) and config.model is not None:
         found.append(_pipeline_text(config.pipeline, config.model, stages, over))
+    if task.quantizer is not None:
+        found.append(f"quantization-aware training: {task.quantizer}")
     # A stream of samples packs rows of its own.
     padding = padding_text(config.batch_size // slices, shards, config.accumulate)
     if padding and task.post.follow is None:
@@ -276,6 +306,28 @@ def _require_trained(params: nnx.State, trained: object) -> None:
         raise ConfigError(
             f"no parameter of the model matches what the task trains ({trained}); attach adapters, "
             "or train all of it"
+        )
+
+
+def _require_rounded(params: nnx.State, task: Task, mesh: Mesh, rules: Rules) -> None:
+    """Refuse to round what is not trained, or rows of which a device has a part."""
+    quantizer = task.quantizer
+    if quantizer is None:
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(params))[0]
+    trained = {path_name(path) for path, _ in leaves}
+    if frozen := [path for path in quantizer.parameters if path not in trained]:
+        raise ConfigError(
+            f"quant.qat rounds {first_few(frozen)}, which this run does not train; train all "
+            "parameters, or keep them with quant.rules"
+        )
+    parts = math.prod(mesh.shape[axis] for axis in rules["activation_mlp"])
+    rows = [path for path in quantizer.rounds_inputs if path.endswith("experts/down/kernel")]
+    if rows and parts > 1:
+        raise ConfigError(
+            f"quant.qat rounds the inputs of {first_few(rows)} by row, and the mesh divides rows "
+            f"of experts over {parts} devices (mesh.tensor); set mesh.tensor to 1, or take a "
+            "scheme of weights alone, such as w8a16"
         )
 
 
@@ -348,7 +400,7 @@ def start(
 def from_scratch(
     config: TrainerConfig, programs: Programs, batches: NumberedBatches, origin: dict[int, dict]
 ) -> Start:
-    """Before the first step; `batches` stands at its beginning."""
+    """Before the first step; `batches` is at its beginning."""
     state = first_state(config, programs)
     return Start(state=state, step=0, total=0.0, batches=batches, origin=origin)
 
@@ -463,7 +515,7 @@ def _pretrained(programs: Programs) -> ModelParts:
 
 
 def _laid_out(frozen: nnx.State, programs: Programs) -> object:
-    """Arrays where they shall lie; those that lie there already are not copied."""
+    """Arrays where they are needed; those that are there already are not copied."""
     return jax.tree.map(
         lambda x, spec: jax.device_put(x, spec.sharding),
         nnx.to_pure_dict(frozen),

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import jax
@@ -32,8 +32,18 @@ class StopSignals:
     Outside the main thread no handler can be installed; then `request` is the only way in.
     """
 
-    def __init__(self, announce: Callable[[str], None] | None = None) -> None:
-        """Nothing is installed before the block."""
+    def __init__(
+        self,
+        announce: Callable[[str], None] | None = None,
+        actions: Mapping[int, Callable[[], object]] | None = None,
+    ) -> None:
+        """Nothing is installed before the block.
+
+        Args:
+          announce: shows a line of text.
+          actions: by the number of another signal, what is done when it comes, in a thread.
+        """
+        self._actions = dict(actions or {})
         self._announce = announce or (lambda text: print(text, file=sys.stderr, flush=True))  # noqa: T201
         self._signal: int | None = None
         self._read = self._write = -1
@@ -50,7 +60,7 @@ class StopSignals:
         os.set_blocking(self._write, False)
         # With several processes SIGTERM belongs to jax's preemption service, which all ask.
         mine = (signal.SIGINT,) if self._many else (signal.SIGINT, signal.SIGTERM)
-        for number in mine:
+        for number in (*mine, *self._actions):
             self._previous[number] = signal.signal(number, lambda *_: None)
         self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop-signals", daemon=True)
@@ -96,7 +106,9 @@ class StopSignals:
     def _watch(self) -> None:
         while numbers := os.read(self._read, 64):
             for number in numbers:
-                if number in self._previous:
+                if action := self._actions.get(number):
+                    action()
+                elif number in self._previous:
                     self.request(number)
 
 

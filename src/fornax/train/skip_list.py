@@ -14,8 +14,8 @@ import numpy as np
 from fornax.config.errors import ConfigError
 from fornax.config.files import write_whole
 from fornax.config.jsonl import read_json_lines, refused
-from fornax.train.spikes import DrillConfig
-from fornax.train.task import Batches
+from fornax.config.spikes import DrillConfig
+from fornax.train.task import Batches, Described
 
 __all__ = ["NumberedBatches", "Rewind", "SkipList"]
 
@@ -72,7 +72,7 @@ class SkipList:
             return cls(Rewind(**line) for line in read_json_lines(path))
         except TypeError as error:
             raise ConfigError(
-                f"{path} is no list of rewinds ({error}); put the file of this run back, or "
+                f"{path} is not a list of rewinds ({error}); put the file of this run back, or "
                 "delete it: each checkpoint has the list of its own"
             ) from error
 
@@ -170,6 +170,10 @@ class NumberedBatches(Iterator[Rows]):
         """Go to where `state`, the parts of all hosts, was taken, before batch `position`."""
         self._inner.restore(state, allow_changes=allow_changes)
         self.position = position
+
+    def describe(self) -> dict[str, Any]:
+        """What the stream is of, JSON-able; empty of one that does not say."""
+        return dict(self._inner.describe()) if isinstance(self._inner, Described) else {}
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from fornax.config.errors import ConfigError
+from fornax.config.host_memory import available_memory
 from fornax.mesh import hosts
 
-__all__ = ["Snapshot", "check_room", "free_bytes", "local_bytes"]
+__all__ = ["Snapshot", "check_room", "local_bytes"]
 
 
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -112,7 +113,7 @@ def check_room(abstract: object, count: int) -> None:
     Raises:
       ConfigError: in every process, naming the one with too little.
     """
-    needed, free = count * local_bytes(abstract), free_bytes()
+    needed, free = count * local_bytes(abstract), available_memory()
     for number, (wants, has) in enumerate(hosts.gather([needed, free])):
         if has is not None and wants > has:
             raise ConfigError(
@@ -121,12 +122,3 @@ def check_room(abstract: object, count: int) -> None:
                 "spikes.snapshots to fewer, or spikes.snapshot_every to null to go back to "
                 "checkpoints only"
             )
-
-
-def free_bytes() -> int | None:
-    """Memory of this host that is free; None where the system does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable"))
-    except (OSError, StopIteration, ValueError):
-        return None

@@ -2,7 +2,7 @@
 
 The model is split: its structure (graphdef) is static, its arrays live here as plain nested dicts,
 so that `jax.jit` sees only arrays, can be given a sharding for each, and takes all of them over
-(donation). Parameters that are not trained are no part of it: steps read them beside it.
+(donation). Parameters that are not trained are not part of it: steps read them beside it.
 """
 
 from collections.abc import Callable

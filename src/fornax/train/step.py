@@ -42,6 +42,23 @@ class StepParts:
     param_shardings: Any
     """Like the parameters: where each, and so its gradient, lies."""
 
+    def forward_params(self, params: object) -> Any:
+        """The parameters that losses see, and gradients are taken at: those trained, or rounded."""
+        if self.task.quantizer is None:
+            return params
+        with jax.named_scope("quantize"):
+            rounded = self.task.quantizer.round(params)
+        if self.mesh.size == 1:
+            return rounded
+        return jax.lax.with_sharding_constraint(rounded, self.param_shardings)
+
+    def forward_model(self, params: object, other: object, key: jax.Array) -> Any:
+        """The model of `forward_params`."""
+        model = self.model.merge(params, other, key)
+        if self.task.quantizer is not None:
+            self.task.quantizer.round_inputs(model)
+        return model
+
 
 def batch_shardings(batch: Batch, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
     """Where the arrays of a batch lie: rows over `batch`, the dimension of length over `length`."""
@@ -80,14 +97,16 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
         key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
         held = replace(parts, model=parts.model.holding(frozen or {}))
         with use_mesh(parts.mesh, parts.rules):
-            loss, other, grads = sum_gradients(held, state.params, state.other, batch, key)
+            params = parts.forward_params(state.params)
+            loss, other, grads = sum_gradients(held, params, state.other, batch, key)
             if parts.task.settle is not None:
                 model = held.model.merge(state.params, other, key)
                 parts.task.settle(model, loss)
                 other = held.model.other_of(model)
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         mean = loss.total * scale
-        norm = optax.tree.norm(_means(grads, scale))
+        with jax.named_scope("grad_norm"):
+            norm = optax.tree.norm(_means(grads, scale))
         accept, guard = judge(parts.skip, state.guard, loss=mean, norm=norm, weight=loss.weight)
         params, optimizer = _update(parts, state, grads, scale, accept)
         new = TrainState(
@@ -128,7 +147,7 @@ def _update(
     """
 
     def make() -> tuple[Any, Any]:
-        with use_mesh(parts.mesh, parts.rules):
+        with use_mesh(parts.mesh, parts.rules), jax.named_scope("optimizer"):
             return parts.optim.update(_means(sums, scale), state.optimizer, state.params)
 
     return jax.lax.cond(accept, make, lambda: (state.params, state.optimizer))
@@ -138,13 +157,13 @@ def sum_gradients(
     parts: StepParts, params: object, other: object, batch: Batch, key: jax.Array
 ) -> tuple[Loss, Any, Any]:
     """The loss sums of a whole batch, the model's untrained arrays after it, and the gradients of
-    the sum (float32, not divided by the weight)."""
+    the sum (float32, not divided by the weight), at `StepParts.forward_params`."""
 
     def of_micro_batch(
         params: object, other: object, batch: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[Loss, Any]]:
         model_key, loss_key = jax.random.split(key)
-        model = parts.model.merge(params, other, model_key)
+        model = parts.forward_model(params, other, model_key)
         loss = parts.task.loss(model, {**batch, **measured}, loss_key)
         return loss.total, (loss, parts.model.other_of(model))
 
@@ -189,7 +208,7 @@ def _measured(
         return {}
 
     def sums(micro: Batch) -> dict[str, tuple[jax.Array, jax.Array]]:
-        model = parts.model.merge(params, other, jax.random.key(0))
+        model = parts.forward_model(params, other, jax.random.key(0))
         model.eval()
         return measure(model, micro)
 
@@ -244,9 +263,10 @@ def make_eval_step(parts: StepParts) -> Callable[..., Loss]:
         key = jax.random.key(0)
         with use_mesh(parts.mesh, parts.rules):
             params = parts.optim.eval_params(state.params, state.optimizer)
+            params = parts.forward_params(params)
             held = replace(parts, model=parts.model.holding(frozen or {}))
             batch = {**batch, **_measured(held, params, state.other, batch, 1)}
-            model = held.model.merge(params, state.other, key)
+            model = held.forward_model(params, state.other, key)
             model.eval()
             if parts.task.evaluate is not None:
                 return parts.task.evaluate(model, batch)

@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,8 +15,22 @@ from flax.nnx.filterlib import Filter
 
 from fornax.data import Hosts
 from fornax.mesh import Rules
+from fornax.models import Decoder, DecoderConfig
+from fornax.quant import FakeQuantizer, QuantConfig, quantize_products
 
-__all__ = ["Batch", "Batches", "Hosts", "Loss", "Means", "PostTraining", "Task"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Described",
+    "EightBits",
+    "Hosts",
+    "Loss",
+    "Means",
+    "PostTraining",
+    "Samples",
+    "Task",
+    "in_eight_bits",
+]
 
 ModelT = TypeVar("ModelT", bound=nnx.Module)
 
@@ -77,6 +91,15 @@ class Batches(Protocol):
         ...
 
 
+@runtime_checkable
+class Described(Protocol):
+    """A stream that says what it is of."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """Documents, tokens, packing: JSON-able; see `fornax.data.batches.Batches.describe`."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class PostTraining(Generic[ModelT]):
     """What a task of post-training asks of the trainer beyond the core."""
@@ -99,6 +122,28 @@ class PostTraining(Generic[ModelT]):
     """Steps of one pass over the training rows; None where a pass has no end, or none is known."""
     notes: tuple[str, ...] = ()
     """What there is to say of model and data before the first step, a line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples(Generic[ModelT]):
+    """What a run shows of its model while it trains, such as images that it draws."""
+
+    every: int
+    """Steps between two calls, with one after the last step."""
+    show: Callable[[int, ModelT], None]
+    """(steps done, model), called in every process; the model has the parameters that evaluation
+    takes, the averaged ones where the optimizer keeps an average. It writes its own files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EightBits:
+    """Which products a task multiplies in 8 bits."""
+
+    config: QuantConfig
+    """With a scheme."""
+    model: DecoderConfig
+    length: int
+    """Tokens of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +170,7 @@ class Task(Generic[ModelT]):
     optimizer: Callable[..., optax.GradientTransformation] | None = None
     """A factory that takes `optim.optimizer`'s place, called with the schedule as `learning_rate`
     (and with `mask` and `views` where it names them: `fornax.optim.user`). The state of what it
-    makes lies beside the parameters that its paths or shapes match."""
+    makes is beside the parameters that its paths or shapes match."""
     left_out: tuple[tuple[int, int], ...] = ()
     """Numbers of batches, from 0, as ranges (start, stop), that the training stream passes over by
     itself: a skip list counts them too."""
@@ -134,5 +179,42 @@ class Task(Generic[ModelT]):
     flops_per_unit: float | None = None
     """Floating-point operations of a training step for each unit; None: utilisation is not
     reported."""
+    quantizer: FakeQuantizer | None = None
+    """Quantization-aware training of a `models.Decoder`: losses see its weights rounded, and the
+    gradients at the rounded weights change the float ones. None: losses see what is trained."""
+    eight_bits: EightBits | None = None
+    """What `in_eight_bits` made of it; None: products are in the model's own dtype."""
+    samples: Samples[ModelT] | None = None
+    """What is shown of the model while it trains; None: nothing."""
     post: PostTraining[ModelT] = field(default_factory=PostTraining)
     """What post-training adds: frozen parameters, streams that depend on the weights."""
+
+
+def in_eight_bits(
+    task: Task[Any], config: QuantConfig, model: DecoderConfig, length: int
+) -> Task[Any]:
+    """A task whose losses multiply codes (`quant.quantize_products`) where `config` has a scheme.
+
+    Args:
+      task: of a decoder; its loss's random key also gives the bits of stochastic rounding.
+      config: what is multiplied so.
+      model: the decoder's.
+      length: tokens of a row.
+    """
+    if config.scheme is None:
+        return task
+    evaluate, measure = task.evaluate, task.post.measure
+
+    def coded(decoder: Decoder, key: jax.Array | None = None) -> Decoder:
+        return quantize_products(decoder, config, key)
+
+    return replace(
+        task,
+        loss=lambda decoder, batch, key: task.loss(coded(decoder, key), batch, key),
+        evaluate=evaluate and (lambda decoder, batch: evaluate(coded(decoder), batch)),
+        eight_bits=EightBits(config=config, model=model, length=length),
+        post=replace(
+            task.post,
+            measure=measure and (lambda decoder, batch: measure(coded(decoder), batch)),
+        ),
+    )

@@ -88,7 +88,7 @@ class TensorBoard:
 
     def _write(self, event: Event) -> None:
         """Write an event. Those that find a full disk are lost, as metrics.jsonl has them all, and
-        the file may end amid one: the next goes to another file."""
+        the file may end in the middle of one: the next goes to another file."""
         if self._writer is None:
             self._open()
         if self._writer is None:

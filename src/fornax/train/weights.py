@@ -20,6 +20,7 @@ from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.config import diff, from_yaml
 from fornax.config.errors import ConfigError
 from fornax.config.hub import find_model
+from fornax.gguf import is_gguf
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 from fornax.models import (
     TRAINING_ONLY,
@@ -186,7 +187,8 @@ def load_decoder(
     rules: Rules = DEFAULT_RULES,
     mtp: bool = False,
 ) -> Decoder:
-    """The decoder at `path`, a run directory or a Hugging Face one, its weights laid out on `mesh`.
+    """The decoder at `path`, a run directory, a Hugging Face one or a GGUF file; its weights laid
+    out on `mesh`.
 
     A `path` that is not there may be the name of a model on the Hub, `org/name[@revision]`. The
     modules that predict further tokens are part of it with `mtp` alone.
@@ -254,7 +256,8 @@ def load_run(
             mtp=own.num_mtp_modules > 0,
         )
     if record.lora is not None:
-        quantize = record.lora.quantize if merge else None
+        # Stored codes are read as the numbers that they stand for.
+        quantize = record.lora.quantize if merge and record.lora.quantize != "stored" else None
         lora = dataclasses.replace(record.lora, quantize=quantize)
         adapters.attach(model, lora, rngs=nnx.Rngs(0))
     parts = split_model(model, trained_of(record.lora, freeze_router=record.freeze_router))
@@ -326,8 +329,9 @@ def _base(path: str | Path, record: RunRecord) -> str:
 
 
 def _require_hugging_face(path: str | Path) -> None:
-    if not (Path(path).expanduser() / "config.json").is_file():
+    path = Path(path).expanduser()
+    if not (path / "config.json").is_file() and not is_gguf(path):
         raise ConfigError(
             f"{path} is neither a run directory with checkpoints nor a Hugging Face directory with "
-            "a config.json; check the path, or name a model of the Hub as org/name"
+            "a config.json nor a GGUF file; check the path, or name a model of the Hub as org/name"
         )

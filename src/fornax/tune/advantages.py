@@ -1,7 +1,7 @@
 """What each completion or token was worth: advantages, penalties, and the weights of tokens.
 
-NumPy on the host: rewards arrive there, and completions have lengths that a compiler would see anew
-in every round.
+NumPy on the host: rewards arrive there, and completions have lengths that a compiler would see
+again in every round.
 
 Legend: N prompts, G completions of a prompt (a group), B rows, T tokens of a row.
 """
@@ -48,7 +48,7 @@ def group_relative(
     et al. 2025: dividing favours prompts that are nearly always, or never, solved).
 
     Args:
-        rewards_NG: one a completion. A NaN (no reward) is left out of mean and deviation and gets
+        rewards_NG: one per completion. A NaN (no reward) is left out of mean and deviation and gets
             advantage 0.
         scale: what divides.
         eps: keeps a group without spread from dividing by 0; its advantages are 0 anyway.
@@ -84,7 +84,7 @@ def leave_one_out(rewards_NG: np.ndarray) -> np.ndarray:
     on its own sample, so the gradient stays unbiased.
 
     Args:
-        rewards_NG: one a completion; a NaN counts for nobody and gets 0.
+        rewards_NG: one per completion; a NaN counts for nobody and gets 0.
 
     Returns:
         Advantages [N, G].
@@ -114,7 +114,7 @@ def reinforce_plus_plus(
     belongs into the rewards before.
 
     Args:
-        rewards_NG: one a completion; any shape without `group`. A NaN counts for nothing, gets 0.
+        rewards_NG: one per completion; any shape without `group`. A NaN is not counted and gets 0.
         baseline: what is taken off first.
         eps: keeps a batch without spread from dividing by 0.
 
@@ -191,7 +191,7 @@ def gae(
     values_BT = np.asarray(values_BT, dtype=np.result_type(values_BT, np.float32))
     written_BT = mask_BT != 0
     advantages_BT = np.zeros(values_BT.shape, np.result_type(values_BT, rewards_BT))
-    # Of the next written token; `owed` is the reward since then.
+    # Of the next written token, and the reward since then.
     value_B, advantage_B, owed_B = np.zeros((3, len(values_BT)), values_BT.dtype)
     for place in reversed(range(values_BT.shape[1])):
         own_B, own_value_B = written_BT[:, place], values_BT[:, place]

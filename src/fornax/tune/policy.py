@@ -18,7 +18,7 @@ from fornax.config.hub import find_model, pinned
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
-from fornax.models import Decoder, DecoderConfig, num_parameters
+from fornax.models import Decoder, DecoderConfig, num_parameters, open_pretrained
 from fornax.optim import AdamW
 from fornax.train import (
     count_modules,
@@ -70,7 +70,7 @@ def read_origin(config: TuneConfig) -> Origin:
     folder = tokenizer_folder(path)
     if folder is None:
         raise ConfigError(
-            f"no tokenizer lies with {path}; put its tokenizer.json and tokenizer_config.json there"
+            f"there is no tokenizer in {path}; put tokenizer.json and tokenizer_config.json there"
         )
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > model.vocab_size:
@@ -107,7 +107,7 @@ def _eos_ids(model: DecoderConfig, tokenizer: Tokenizer, path: Path) -> tuple[in
         try:
             more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
-            raise DataError(f"{file} is not a JSON mapping: {error}; mend or remove it") from error
+            raise DataError(f"{file} is not a JSON mapping: {error}; fix or remove it") from error
     listed = more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys([*own, *model.eos_token_ids, *listed]))
 
@@ -115,7 +115,7 @@ def _eos_ids(model: DecoderConfig, tokenizer: Tokenizer, path: Path) -> tuple[in
 def _template(
     config: TuneConfig, folder: Path, path: Path, tokenizer: Tokenizer
 ) -> ChatTemplate | None:
-    found = ChatTemplate.find(folder) or (ChatTemplate.find(path) if path.is_dir() else None)
+    found = ChatTemplate.find(folder) or ChatTemplate.find(path)
     if config.template is None:
         return found
     file = Path(config.template).expanduser()
@@ -169,9 +169,13 @@ def policy(config: TuneConfig, origin: Origin) -> Policy:
     dtypes = {"dtype": config.dtypes.param_dtype, "compute_dtype": config.dtypes.compute_dtype}
     adapted: list[str] = []
 
+    held = None
+    if config.lora is not None and config.lora.quantize == "stored" and not is_run(origin.path):
+        held = adapters.held_codes(open_pretrained(origin.path, dtypes["dtype"]))
+
     def adapt(decoder: Decoder, rngs: nnx.Rngs) -> Decoder:
         if config.lora is not None:
-            adapted[:] = adapters.attach(decoder, config.lora, rngs=rngs)
+            adapted[:] = adapters.attach(decoder, config.lora, rngs=rngs, held=held)
         return decoder
 
     def build(rngs: nnx.Rngs) -> Decoder:

@@ -87,7 +87,7 @@ def reward_head(model: Decoder) -> HeadParam:
 
 
 def scores(model: Decoder, batch: Batch, *, remat: str | Remat = "none") -> jax.Array:
-    """The score of each sequence, read at its last token that is no padding.
+    """The score of each sequence, read at its last token that is not padding.
 
     Args:
       model: a decoder with a `reward_head` [D].
@@ -198,11 +198,13 @@ def load_reward_model(
     checkpointer = Checkpointer(RunDirectory(path).checkpoints)
     if checkpointer.latest_step() is None:
         raise ConfigError(
-            f"{path} is no run directory with checkpoints; name one of `fornax tune reward`"
+            f"{path} is not a run directory with checkpoints; name one of `fornax tune reward`"
         )
     text = checkpointer.read_config()
     if "train_head_only:" not in text:
-        raise ConfigError(f"{path} is no run of `fornax tune reward`: its model has no reward head")
+        raise ConfigError(
+            f"{path} is not a run of `fornax tune reward`: its model has no reward head"
+        )
     config = from_yaml(RewardModelConfig, text, source=f"the config saved in {path}")
     origin = read_origin(config)
     policy = scored(config, origin)

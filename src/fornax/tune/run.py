@@ -3,15 +3,21 @@
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from fornax.checkpoint import Checkpointer
 from fornax.config.errors import ConfigError
+from fornax.config.price import PriceTable
 from fornax.config.progress import Progression, ProgressName, Quiet, choose
+from fornax.gguf import is_gguf, write_tokenizer
 from fornax.mesh import hosts, initialize
+from fornax.models import abstract_decoder
+from fornax.quant import check_training, plan_qat
 from fornax.train import RunDirectory, Task, TrainResult, train
+from fornax.train.task import in_eight_bits
 from fornax.tune.config import TuneConfig
 from fornax.tune.methods import method_of
 from fornax.tune.policy import Origin, fit_to_model, read_origin
@@ -37,12 +43,14 @@ def tune(
     *,
     accept_changes: Sequence[str] = (),
     progress: ProgressName | Progression = "auto",
+    prices: PriceTable | None = None,
 ) -> TrainResult:
-    """Tune a model, or go on tuning, in the run directory `out`.
+    """Tune a model, or continue tuning, in the run directory `out`.
 
     The data is read and checked before any weight is loaded; then `fornax.tune.doctor` looks at
-    the rest, unless the run goes on or `config.doctor` is off. The directory is one like any other:
-    it is resumed from its latest checkpoint as if it had never stopped, and it keeps the tokenizer.
+    the rest, unless the run is resumed or `config.doctor` is off. The directory is one like any
+    other: it is resumed from its latest checkpoint as if it had never stopped, and it keeps the
+        tokenizer.
     With adapters its checkpoints hold nothing else; the base comes from `config.model` each time.
 
     Args:
@@ -50,6 +58,7 @@ def tune(
       out: the run directory.
       accept_changes: patterns of keys that may differ from the config of the checkpoints.
       progress: what is shown.
+      prices: of chips; the report and `goodput.jsonl` then say what the run costs.
 
     Raises:
       ConfigError: for a config that does not fit the model or the data, or was changed; what the
@@ -72,7 +81,11 @@ def tune(
                 f"max_length is {config.max_length} instead of {given.max_length}: the model has "
                 "no more positions"
             )
+        model = origin.model_config
+        check_training(config.quant, model, config.mesh)
         task: Task = method.make()(config, origin, directory.path)
+        task = replace(task, quantizer=plan_qat(abstract_decoder(model), config.quant))
+        task = in_eight_bits(task, config.quant, model, config.max_length)
         config = with_steps(config, task)
         for line in task.post.notes:
             shown.log(line)
@@ -80,7 +93,14 @@ def tune(
             _check_before_start(config, origin, directory, shown)
         if first:
             _keep_tokenizer(origin, config, directory.path)
-        return train(config, directory, task=task, accept_changes=accept_changes, progress=shown)
+        return train(
+            config,
+            directory,
+            task=task,
+            accept_changes=accept_changes,
+            progress=shown,
+            prices=prices,
+        )
 
 
 def _open(directory: RunDirectory, stack: ExitStack) -> None:
@@ -97,7 +117,7 @@ def _check_before_start(
       ConfigError: a paragraph for each foundation that is wrong.
     """
     if Checkpointer(directory.checkpoints).latest_step() is not None:
-        shown.log("the doctor looks at runs that begin: this one goes on, and is not checked again")
+        shown.log("the doctor checks new runs: this one is resumed, and is not checked again")
     elif jax.process_count() > 1:
         shown.log(
             f"the doctor works in one process, and this run has {jax.process_count()}: it checks "
@@ -112,6 +132,8 @@ def _check_before_start(
 def _keep_tokenizer(origin: Origin, config: TuneConfig, out: Path) -> None:
     """Copy what belongs to the tokenizer, so that the run is a model to generate with."""
     try:
+        if is_gguf(origin.tokenizer_path):
+            write_tokenizer(origin.tokenizer_path, out)
         for name in _TOKENIZER_FILES:
             for folder in (origin.tokenizer_path, origin.path):
                 file = folder / name

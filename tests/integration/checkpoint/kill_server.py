@@ -69,7 +69,7 @@ def one_round(root: Path, seconds: float) -> str:
             sys.stderr.write(f"trainer failed: {error!r}\n")
         os._exit(1)
     os.close(write)
-    ready = select.select([read], [], [], 60)[0]
+    ready = select.select([read], [], [], 300)[0]
     answer = os.read(read, 64).decode().strip() if ready else ""
     time.sleep(seconds)
     os.kill(child, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import signal
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fornax.checkpoint import Checkpointer
@@ -109,17 +111,24 @@ def fail_to_begin(checkpointer: Checkpointer, wanted: dict, process: int) -> Non
 
 def lose_the_other(checkpointer: Checkpointer, wanted: dict, process: int, path: Path) -> None:
     """Process 1 is killed as soon as its save runs in the background; the launcher says so."""
+    pids = multihost_utils.process_allgather(np.int32(os.getpid()))
     if process == 0:
         path.parent.mkdir(exist_ok=True)
         worker_record.create(path, rank=0, hosts=2, epoch=1)
         os.environ["FORNAX_WORKER_RECORD"] = str(path)
-        threading.Timer(5.0, worker_record.ask_to_leave, [path]).start()
+        threading.Thread(target=tell_once_ended, args=(int(pids[1]), path), daemon=True).start()
     began = time.monotonic()
     try:
         save(checkpointer, wanted, process, [1], begun=lambda: process and os.kill(os.getpid(), 9))
     except GroupLostError:
         say(f"lost after {time.monotonic() - began:.0f} s")
     os._exit(0)  # the background part still waits, as the group was not left
+
+
+def tell_once_ended(pid: int, path: Path) -> None:
+    """As the launcher does: have the worker of a record leave once another has ended."""
+    select.select([os.pidfd_open(pid)], [], [])
+    worker_record.ask_to_leave(path)
 
 
 def say(text: str) -> None:

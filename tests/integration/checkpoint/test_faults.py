@@ -32,7 +32,7 @@ def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
         env=environment(),
     ) as server:
         try:
-            for _ in range(KILLS + 1):
+            for number in range(4 * KILLS):
                 server.stdin.write(f"{delays.uniform(0.0, longest)}\n")
                 server.stdin.flush()
                 resumed.append(server.stdout.readline().strip())
@@ -43,12 +43,15 @@ def test_the_latest_checkpoint_loads_after_twenty_kills(tmp_path):
                 # A kill may come before the first save has made the directory.
                 names = {path.name for path in root.glob("*") if path.is_dir()}
                 leftovers += bool(names - complete)
+                saves = len(set(resumed)) - 1
+                if number >= KILLS and saves >= KILLS // 2 and leftovers >= 3:
+                    break
         finally:
             server.kill()
     steps = [int(step) for step in resumed]
     assert steps == sorted(steps), "a kill lost a checkpoint that was complete"
     assert steps[0] == -1
-    assert steps[-1] >= KILLS // 2, f"too few saves to prove anything: {steps}"
+    assert saves >= KILLS // 2, f"too few saves to prove anything: {steps}"
     assert leftovers >= 3, f"only {leftovers} kills hit a save"
 
 
@@ -88,7 +91,7 @@ def write(root, limit=0, leave=0):
         [sys.executable, "-c", WRITER, str(root), str(limit), str(leave)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env=environment(),
     )
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ports import held_port
 
 from fornax.checkpoint import Checkpointer
 
@@ -18,9 +18,7 @@ WORKER = Path(__file__).parent / "one_of_two.py"
 
 
 def run_two(root, task, codes=(0, 0)):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = held_port()
     environment = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -38,7 +36,7 @@ def run_two(root, task, codes=(0, 0)):
         for process in range(2)
     ]
     try:
-        done = [worker.communicate(timeout=90) for worker in workers]
+        done = [worker.communicate(timeout=400) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -102,7 +100,7 @@ def test_two_directories_with_other_steps_are_refused_by_both(root, tmp_path):
         shutil.copytree(root, tmp_path / str(process))
     shutil.rmtree(tmp_path / "1" / "5")
     for out in run_two(tmp_path, "apart"):
-        assert "goes on from step 5 and has steps 3, 4, 5" in out
+        assert "resumes from step 5 and has steps 3, 4, 5" in out
         assert "process 1 on " in out
         assert "has steps 3, 4, or another step 5. Give all of them one directory" in out
 
@@ -122,7 +120,7 @@ def test_a_process_that_starts_anew_beside_one_that_has_steps_is_refused(root, t
     (tmp_path / "0").mkdir()
     shutil.copytree(root, tmp_path / "1")
     for out in run_two(tmp_path, "apart"):
-        assert "starts anew and has none; process 1 on" in out
+        assert "starts from scratch and has none; process 1 on" in out
 
 
 @pytest.mark.slow

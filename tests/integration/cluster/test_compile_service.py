@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 from tests.integration.cluster.conftest import CHANGES, EXACT
 from tests.integration.cluster.test_client import run_python
 from tests.integration.train.conftest import COMMAND
+from tests.ports import held_port
 
 from fornax.cluster import drill
 from fornax.config.jsonl import read_json_lines
@@ -53,9 +53,7 @@ def by_themselves(
     """The numbers of two processes that no launcher started: each compiles for itself."""
     file, run_dir = folder / "alone.yaml", folder / "alone"
     file.write_text(yaml.safe_dump({**settings, **CHANGES}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{held_port()}"
     variables = {**environment, "JAX_PLATFORMS": "cpu", "FORNAX_COORDINATOR": address}
     words = ["train", "--config", str(file), "--run-dir", str(run_dir)]
     ranks = [
@@ -68,7 +66,7 @@ def by_themselves(
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=180)[0] for rank in ranks]
+    said = [rank.communicate(timeout=400)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert "loaded in" not in said[0]
     records = read_json_lines(run_dir / "metrics.jsonl")

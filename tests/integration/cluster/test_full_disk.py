@@ -88,7 +88,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
     assert steps == list(range(1, len(steps) + 1)), output
     assert not run.descendants()
     assert "no space left on the disk" in output
-    assert "Training goes on; the next save tries again" in output
+    assert "Training continues; the next save tries again" in output
     now = Checkpointer(run_dir / "checkpoints").all_steps()
     if freed:
         assert code == 130, output

@@ -330,7 +330,7 @@ def test_a_launch_that_is_killed_goes_on_from_the_disks_of_its_hosts(
     run.wait_for_step(1, 3)
     started = run.descendants()
     places = [(host, rank) for host in (0, 1) for rank in (0, 1)]
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while max(set.intersection(*(found := [on_disk(disk, *at) for at in places])), default=0) < 12:
         assert time.monotonic() < deadline, found
         time.sleep(0.005)
@@ -367,8 +367,8 @@ def test_a_launch_that_is_killed_goes_on_from_the_disks_of_its_hosts(
     named = [e["why"] for e in again.events() if " is damaged, and is not used" in e.get("why", "")]
     assert {str(path) for path in damaged} <= {each.split()[2] for each in named}
     if lost == "nothing":
-        assert f"the run stands at step {expected} of 24, on local disk" in output
-        said = f"goes on after step {expected}, from local disk"
+        assert f"the run is at step {expected} of 24, on local disk" in output
+        said = f"resumes after step {expected}, from local disk"
         assert said in read_status(again.run_dir).restored
         assert {e["rank"] for e in again.events() if expected in e.get("on_disk", [])} == {0, 1}
         assert not list(disk.iterdir())  # of a run that is done nobody needs them

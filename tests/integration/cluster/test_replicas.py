@@ -25,7 +25,7 @@ import tritonclient.grpc as triton
 from tests.integration.cluster.replica_process import FREEZE
 from tests.integration.llm.streams import model, words
 
-from fornax import export
+from fornax import export, profile
 from fornax.cluster.routing import drill_replica, read_serving_status, request_rolling_restart
 from fornax.config import environment
 from fornax.config.jsonl import read_json_lines
@@ -214,7 +214,7 @@ def test_a_rolling_restart_under_load_and_tls_fails_no_request(start: Start):
         for each in read_serving_status(router.run_dir).replicas:
             for scheme in ("http", "https"):  # no TLS, or without the certificate
                 with pytest.raises(httpx.TransportError):
-                    httpx.get(f"{scheme}://{each.address}/health", verify=False)
+                    httpx.get(f"{scheme}://{each.address}/health", verify=False, timeout=SECONDS)
         request_rolling_restart(router.run_dir)
         router.wait(lambda: router.events(rolling="done"))
         streams = load.complete
@@ -293,11 +293,11 @@ def test_serve_answers_as_one_engine_does_and_divides_each_replica(start: Start,
 @pytest.mark.exhaustive
 @pytest.mark.fault
 def test_one_engine_over_two_processes_answers_as_on_two_devices_of_one(
-    start: Start, text_model: Path
+    start: Start, text_model: Path, tmp_path: Path
 ):
     limits = ["--tensor-parallel-size", "2", "--block-size", "4", "--max-num-seqs", "4"]
     limits += ["--max-num-batched-tokens", "16", "--max-model-len", "160"]
-    limits += ["--step-sizes", "coarse"]
+    limits += ["--step-sizes", "coarse", "--profile-dir", str(tmp_path / "prof")]
     served = ["serve", str(text_model), *limits, "--port", "0", "--served-model-name", "m"]
     router = start(replicas=1, hosts=2, words=served)
     url = router.wait_ready(1)
@@ -316,7 +316,14 @@ def test_one_engine_over_two_processes_answers_as_on_two_devices_of_one(
         assert reply.status_code == 200, reply.text
         return [(c["text"], c["logprobs"]["token_logprobs"]) for c in reply.json()["choices"]]
 
+    httpx.post(f"{url}/start_profile", timeout=SECONDS).raise_for_status()
     found = [complete(params) for params in kinds]
+    httpx.post(f"{url}/stop_profile", timeout=SECONDS).raise_for_status()
+    captured = profile.read(tmp_path / "prof")
+    assert captured.info.ranks == (0, 1)
+    numbers = [{s.number for s in captured.steps if s.rank == rank} for rank in (0, 1)]
+    assert len(numbers[0] & numbers[1]) > 0.8 * len(numbers[0]) > 20
+    assert {step.name for step in captured.steps} == {"engine"}
     [begun] = [event for event in router.events(replica=0) if "pids" in event]
     _, other = begun["pids"]
     os.kill(other, signal.SIGKILL)  # process 1 of the replica: all of it is replaced
@@ -436,7 +443,7 @@ def test_host_answers_through_its_router_over_http_and_grpc(start: Start, doubli
         places.add(reply.headers["x-fornax-replica"])
     assert places == {"0", "1"}
     for each in read_serving_status(router.run_dir).replicas:  # on loopback by the token
-        refused = httpx.get(f"http://{each.address}/v2/health/live")
+        refused = httpx.get(f"http://{each.address}/v2/health/live", timeout=SECONDS)
         assert (refused.status_code, "ask the router" in refused.text) == (401, True)
     address = str(read_serving_status(router.run_dir).grpc).removeprefix("grpc://")
     with GrpcLoad(address) as load:
@@ -454,7 +461,7 @@ def test_host_answers_through_its_router_over_http_and_grpc(start: Start, doubli
     assert not load.wrong
     assert told.stdout.splitlines()[-1].endswith("running: rolling restart done")
     assert [each.starts for each in read_serving_status(router.run_dir).replicas] == [2, 3]
-    metrics = httpx.get(f"{url}/metrics").text
+    metrics = httpx.get(f"{url}/metrics", timeout=SECONDS).text
     counts = re.findall(r'^fornax_router_requests_total\{code="([A-Z]\w+)",.*\} ', metrics, re.M)
     assert set(counts) == {"OK"}
     assert router.stop() == 0
@@ -496,9 +503,12 @@ def divided(tmp_path: Path) -> Path:
 
 @pytest.mark.exhaustive
 @pytest.mark.fault
-def test_a_bundle_over_two_processes_answers_as_on_four_devices_of_one(start: Start, divided: Path):
+def test_a_bundle_over_two_processes_answers_as_on_four_devices_of_one(
+    start: Start, divided: Path, tmp_path: Path
+):
     words = ["host", str(divided), "--http", "0", "--grpc", "none", "--no-strict-readiness"]
-    router = start(replicas=1, hosts=2, devices=2, words=[*words, "--poll-seconds", "0.2"])
+    words += ["--poll-seconds", "0.2", "--profile-dir", str(tmp_path / "prof")]
+    router = start(replicas=1, hosts=2, devices=2, words=words)
     url = router.wait_ready(1)
     x = RANDOM.standard_normal((8, 8)).astype("f")
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
@@ -522,12 +532,17 @@ def test_a_bundle_over_two_processes_answers_as_on_four_devices_of_one(start: St
         assert reply.status_code == 200, reply.text
         return np.float32(reply.json()["outputs"][0]["data"]).tolist()
 
+    httpx.post(f"{url}/v2/profile", json={"seconds": 60}, timeout=SECONDS).raise_for_status()
     wanted = {}
     for version in (1, 2):  # to the last bit, in both buckets
         wanted[version], one = expected(version, mesh)
         assert data(ask(f"wide/versions/{version}", x)) == wanted[version]
         assert data(ask(f"wide/versions/{version}", x[:1])) == one
     assert data(ask("small", x)) == expected(1, None)[0]
+    httpx.post(f"{url}/v2/profile", json={"stop": True}, timeout=SECONDS).raise_for_status()
+    captured = profile.read(tmp_path / "prof")
+    assert captured.info.ranks == (0, 1)
+    assert {row.rank for row in captured.rows if row.kind == "operations"} == {0, 1}
     refused = ask("torn", x)
     assert refused.status_code >= 400
     assert "devices=[0, 2] of a mesh are neither all 4" in refused.text

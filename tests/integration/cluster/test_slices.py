@@ -164,13 +164,13 @@ def test_a_slice_that_is_killed_stops_no_other_and_comes_back(launch: Any, hosts
     killed = wait_for_step(run, 1, 6)
     os.kill(killed, signal.SIGKILL)
     before = max(losses(run.run_dir / "slice-0"))
-    wait_for_event(run, "slice 1 goes on at step")
+    wait_for_event(run, "slice 1 resumes at step")
     run.process.send_signal(signal.SIGTERM)
     code, output = run.finish()
     assert code == 143, output
     said = [event["why"] for event in read_json_lines(run.run_dir / "events.jsonl")]
-    (lost,) = (n for n, text in enumerate(said) if "slice 1 is gone; 0 goes on" in text)
-    (back,) = (n for n, text in enumerate(said) if "slice 1 goes on at step" in text)
+    (lost,) = (n for n, text in enumerate(said) if "slice 1 is gone; 0 continues" in text)
+    (back,) = (n for n, text in enumerate(said) if "slice 1 resumes at step" in text)
     assert lost < back
     alone = read_json_lines(run.run_dir / "slice-0" / "metrics.jsonl")
     assert [r["step"] for r in alone] == [*range(1, len(alone) + 1)]  # it never went back

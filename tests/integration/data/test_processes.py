@@ -67,7 +67,7 @@ def read(
         )
         for h in range(hosts)
     ]
-    assert [process.wait(timeout=120) for process in processes] == [0] * hosts
+    assert [process.wait(timeout=400) for process in processes] == [0] * hosts
     parts = [np.load(tmp / f"h{h}.npz") for h in range(hosts)]
     joined = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
     states: dict = {}
@@ -106,7 +106,7 @@ def test_no_jax_is_needed(datasets: list[Path]):
         f"inspect({str(datasets[0])!r})\n"
         "assert sys.modules['jax'] is None and 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path)
         f"      output=Path({str(tmp_path / 'out')!r}), tokenizer=TrainBpe(vocab_size=300)))\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not list(tmp_path.glob(".out.building-*/*.array_record")):
         assert process.poll() is None, "the build ended before it could be killed"
         assert time.monotonic() < deadline
@@ -129,7 +129,7 @@ def test_a_killed_build_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out").exists()
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
     manifest = read_manifest(tmp_path / "out")
     assert sum(split.records for split in manifest.splits.values()) == 4000
     assert not list(tmp_path.glob(".out.building-*"))
@@ -155,7 +155,7 @@ def test_a_full_disk_is_named_and_keeps_the_old_dataset(datasets: list[Path], tm
         "    assert 'cannot be written' in str(error) and 'too large' in str(error), error\n"
         "    sys.exit(7)\n"
     )
-    found = subprocess.run([sys.executable, "-c", code], check=False, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], check=False, timeout=400)
     assert found.returncode == 7
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.jsonl"]
 

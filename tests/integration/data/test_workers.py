@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ports import held_port
 
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ConfigError, DataError
@@ -96,7 +97,7 @@ class Workers:
         listener = self._listeners[number].fileno()
         process = WorkerProcess("fornax.data.worker:run", log=self._log, inherit=[listener])
         process.send({"listener": listener, "credentials": RUN.fields()})
-        assert process.receive(60) == "ready"
+        assert process.receive(300) == "ready"
         return process
 
     def close(self) -> None:
@@ -154,8 +155,10 @@ def pids(config: DataConfig) -> set[int]:
 
 @pytest.mark.slow
 def test_batches_and_positions_are_those_of_one_process_also_with_another_number_of_workers(
-    config: DataConfig, local: Seen, workers: Workers
+    config: DataConfig, local: Seen, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ):
+    for name in ("_PATIENCE_SECONDS", "_ALONE_SECONDS"):  # it reads nothing itself, however late
+        monkeypatch.setattr(f"fornax.data.remote.{name}", 300.0)
     given = workers.start(1)
     pids(config)
     with opened(config, given) as batches:
@@ -192,10 +195,8 @@ def test_a_worker_that_dies_or_is_held_costs_no_record(
 
 @pytest.mark.slow
 def test_without_any_worker_this_process_reads(config: DataConfig, local: Seen):
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        address = f"127.0.0.1:{nobody.getsockname()[1]}"
     pids(config)
-    with opened(config, DataWorkers((address,), RUN)) as batches:
+    with opened(config, DataWorkers((f"127.0.0.1:{held_port()}",), RUN)) as batches:
         assert_same(take(batches, 3), local[:3])
     assert pids(config) == {os.getpid()}
 

@@ -201,7 +201,7 @@ def fornax(begin: Callable[..., subprocess.Popen]) -> Fornax:
 
     def run(*words: str | Path, **variables: str) -> tuple[int, str]:
         process = begin(*words, **variables)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
     return run

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -23,11 +23,14 @@ SERVER_PROCESS = [sys.executable, "-m", "tests.integration.llm.server_process"]
 class Process:
     """A running server."""
 
+    command: ClassVar = SERVER_PROCESS
+    start_seconds: ClassVar = 240
+
     def __init__(self, config: dict[str, Any], log: Path):
         self.log = log
         with log.open("wb") as file:
             self.popen = subprocess.Popen(
-                [*SERVER_PROCESS, json.dumps({"port": 0, **config})],
+                [*self.command, json.dumps({"port": 0, **config})],
                 cwd=ROOT,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -35,26 +38,20 @@ class Process:
         self.url = self._wait()
 
     def _wait(self) -> str:
-        until = time.monotonic() + 60
+        until = time.monotonic() + self.start_seconds
         while time.monotonic() < until:
             found = re.search(r"listening on (http://\S+)", self.log.read_text())
             if found:
-                with httpx.Client(base_url=found[1]) as client:
-                    for _ in range(200):
-                        try:
-                            client.get("/health")
-                        except httpx.TransportError:
-                            time.sleep(0.05)
-                        else:
-                            return found[1]
+                httpx.get(f"{found[1]}/health", timeout=120)  # accepted from that line on
+                return found[1]
             assert self.popen.poll() is None, self.log.read_text()
             time.sleep(0.05)
         raise AssertionError(self.log.read_text())
 
     def client(self, **options: Any) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60, **options)
+        return httpx.Client(base_url=self.url, timeout=120, **options)
 
-    def stop(self, seconds: float = 30) -> int:
+    def stop(self, seconds: float = 120) -> int:
         """Ask it to stop; its exit code."""
         self.popen.send_signal(signal.SIGTERM)
         return self.popen.wait(seconds)

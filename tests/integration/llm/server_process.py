@@ -6,13 +6,12 @@ about the engine without one.
 
 import json
 import sys
-import threading
 
 from tests.mock_engine import MockEngine
 
 from fornax.config import from_mapping
 from fornax.data import train_bpe
-from fornax.llm.server import ServeConfig, serve_model
+from fornax.llm.server import ServeConfig, listening, serve_model
 from fornax.llm.text import ChatTemplate
 
 TEMPLATE = (
@@ -35,6 +34,7 @@ def with_model(config, observer):
 def main() -> int:
     given = json.loads(sys.argv[1])
     own = {name: given.pop(name) for name in list(given) if name.startswith("_")}
+    listening._GRACE = own.get("_grace", listening._GRACE)
 
     def build(model, config, observer):
         if own.get("_model"):
@@ -50,8 +50,14 @@ def main() -> int:
             reply=own.get("_reply"),
         )
         if "_die_after" in own:
-            death = RuntimeError("the device is gone")
-            threading.Timer(own["_die_after"], engine.die, [death]).start()
+            step, left = engine._step, iter(range(own["_die_after"]))
+
+            def step_or_die():
+                if next(left, None) is None:
+                    engine.die(RuntimeError("the device is gone"))
+                return step()
+
+            engine._step = step_or_die
         return engine
 
     return serve_model("mock", from_mapping(ServeConfig, given), build)

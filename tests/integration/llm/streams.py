@@ -3,8 +3,11 @@
 import asyncio
 import functools
 import itertools
+import threading
 import time
 from dataclasses import dataclass, replace
+
+import pytest
 
 from fornax.data import Tokenizer, train_bpe
 from fornax.llm import CompletionOutput, RequestOutput, SamplingParams
@@ -22,6 +25,7 @@ __all__ = [
     "joined",
     "make_service",
     "model",
+    "step_when_told",
     "words",
 ]
 
@@ -90,7 +94,7 @@ class Service:
     def free_pages(self) -> int:
         return sum(pool.available for pool in self.core.scheduler.manager.pools)
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
+    def wait_idle(self, seconds: float = 120.0) -> None:
         """Return when the engine has nothing to do."""
         until = time.monotonic() + seconds
         while self.core.num_requests or self.core.has_work:
@@ -113,6 +117,25 @@ def make_service(observer: Observer, **options) -> Service:
     engine.start()
     engine.wait_ready()
     return Service(engine, parts, model())
+
+
+def step_when_told(
+    engine: AsyncEngine, patch: pytest.MonkeyPatch, free_steps: int = 1
+) -> threading.Event:
+    """Have the engine take some steps, then one for each call posted to it, until the event is set:
+    what runs still runs when a test does something to it, however late it does."""
+    core, free, steps = engine._engine, threading.Event(), itertools.count()
+    step = core.step
+
+    def told():
+        until = time.monotonic() + 120
+        while next(steps) >= free_steps and not free.is_set() and engine._inbox.empty():
+            assert time.monotonic() < until, "nothing was posted"
+            time.sleep(0.001)
+        return step()
+
+    patch.setattr(core, "step", told)
+    return free
 
 
 async def collect(

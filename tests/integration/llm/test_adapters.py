@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.integration.llm.helpers import SIZES, Figures, completions, prompts_of
+from tests.integration.llm.streams import step_when_told
 from tests.unit.llm.test_lora import RANK, merged, model_of, write_adapter
 
 from fornax.config.errors import EngineError
@@ -130,9 +131,10 @@ async def _tokens(engine: AsyncEngine, prompt: list[int], name: str | None, requ
 
 @pytest.mark.slow
 def test_loading_and_unloading_beside_running_requests(
-    engine: AsyncEngine, adapters: Oracles
+    engine: AsyncEngine, adapters: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = prompts_of(15, 9, 18)
+    free = step_when_told(engine, monkeypatch, free_steps=4)
 
     async def run() -> None:
         for name in "ab":
@@ -144,6 +146,7 @@ def test_loading_and_unloading_beside_running_requests(
         ]
         await asyncio.sleep(0.01)
         await engine.remove_lora("b")
+        free.set()
         with pytest.raises(EngineError, match="unloaded"):
             await running[2]
         await engine.add_lora("b", adapters.path("c"))
@@ -156,10 +159,11 @@ def test_loading_and_unloading_beside_running_requests(
 
 
 def test_an_adapter_may_go_while_requests_for_it_wait(
-    engine: AsyncEngine, adapters: Oracles
+    engine: AsyncEngine, adapters: Oracles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Completions and embeddings, queued or not yet admitted."""
     prompts = prompts_of(20, 21, 22, 23, 24, 25)
+    free = step_when_told(engine, monkeypatch)
 
     async def run() -> None:
         await engine.add_lora("a", adapters.path("a"))
@@ -170,7 +174,8 @@ def test_an_adapter_may_go_while_requests_for_it_wait(
         ]
         await asyncio.sleep(0.002)
         await engine.remove_lora("a")
-        results = await asyncio.wait_for(asyncio.gather(*goes, return_exceptions=True), 30)
+        free.set()
+        results = await asyncio.wait_for(asyncio.gather(*goes, return_exceptions=True), 120)
         assert {type(result) for result in results} <= {EngineError, list, EmbeddingOutput}
         assert any(isinstance(result, EngineError) for result in results[:6])
         assert len(await stays) == 44
@@ -193,7 +198,7 @@ def test_unloading_what_is_not_there_loses_no_tokens(engine: AsyncEngine) -> Non
         for _ in range(20):
             with pytest.raises(EngineError, match="no adapter"):
                 await engine.remove_lora("never")
-        return alone, await asyncio.wait_for(beside, 30)
+        return alone, await asyncio.wait_for(beside, 120)
 
     alone, beside = asyncio.run(run())
     assert alone == beside

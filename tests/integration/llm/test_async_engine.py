@@ -21,6 +21,7 @@ from tests.integration.llm.streams import (
     joined,
     make_service,
     model,
+    step_when_told,
 )
 
 from fornax.config.errors import EngineError
@@ -28,7 +29,6 @@ from fornax.llm import RequestOutput, RequestOutputKind, SamplingParams
 from fornax.llm.async_engine import AsyncEngine, EngineDead
 from fornax.llm.build import build_engine
 from fornax.llm.config import EngineConfig
-from fornax.llm.runner import RunnerOutput
 
 LONG = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -119,11 +119,17 @@ def test_a_closed_stream_frees_its_pages_within_one_step(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, closed = service.core, threading.Event()
-    original, after = core.step, []
+    original, after, made = core.step, [], []
 
-    def step() -> Any:
+    def step() -> Any:  # what is late here holds up the other side, so that neither request ends
+        if core.num_requests < 2 and not closed.is_set():
+            time.sleep(0.001)
+            return []
+        if made.count("goes") >= 3:
+            closed.wait(120)
         began_after = closed.is_set()
         outputs = original()
+        made.extend(output.request_id for output in outputs)
         if began_after:
             after.append([s.request_id for s in core.scheduler.running])
         return outputs
@@ -161,12 +167,46 @@ def test_streams_dropped_at_any_point_leave_nothing(service: Service) -> None:
                 await asyncio.sleep(0.001)
             for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(result, asyncio.CancelledError) for result in results)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if not isinstance(result, asyncio.CancelledError):  # it was done before
+                    assert isinstance(result, list), result
+                    assert result[-1].finished
 
     asyncio.run(run())
     service.wait_idle()
     assert service.free_pages == service.pages
+
+
+def test_a_request_gets_nothing_of_an_earlier_one_of_its_name(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, begun = service.core, threading.Event()
+    original, ended = core.step, threading.Event()
+
+    def step() -> Any:
+        if outputs := original():
+            ended.set()
+            begun.wait(120)
+        return outputs
+
+    async def run() -> None:
+        one, other = prompts_of(6, 7)
+        alone = await service.engine.embed(other, request_id="alone")
+        monkeypatch.setattr(core, "step", step)
+        dropped = asyncio.create_task(service.engine.embed(one, request_id="same"))
+        while not ended.is_set():
+            await asyncio.sleep(0.001)
+        dropped.cancel()
+        await asyncio.gather(dropped, return_exceptions=True)
+        again = asyncio.create_task(service.engine.embed(other, request_id="same"))
+        await asyncio.sleep(0)
+        begun.set()
+        found = await again
+        assert found.prompt_token_ids == other
+        assert found.embedding == pytest.approx(alone.embedding, abs=1e-5)
+
+    asyncio.run(run())
+    service.wait_idle()
 
 
 def test_embeddings_may_be_cancelled(service: Service) -> None:
@@ -203,16 +243,20 @@ def test_what_cannot_be_honoured_is_said_at_once(service: Service) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_raises_ends_every_request_and_is_reported(doomed: Service) -> None:
-    core = doomed.core
+def test_a_step_that_raises_ends_every_request_and_is_reported(
+    doomed: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core, free = doomed.core, step_when_told(doomed.engine, monkeypatch)
 
     async def run() -> None:
         tasks = [asyncio.create_task(collect(doomed, p, LONG)) for p in prompts_of(5, 9, 40)]
         tasks.append(asyncio.create_task(collect(doomed, [3], LONG, delay=0.5)))
         while core.scheduler.running == []:
             await asyncio.sleep(0.001)
-        core.runner.forward = _raise  # pyrefly: ignore[bad-assignment]
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+        for name in ("forward", "decode"):
+            monkeypatch.setattr(core.runner, name, _raise)
+        free.set()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 120)
         assert [type(result) for result in results] == [EngineDead] * 4
         assert "out of order" in str(results[0])
         for late in (
@@ -221,7 +265,7 @@ def test_a_step_that_raises_ends_every_request_and_is_reported(doomed: Service) 
             doomed.engine.wake(),
         ):
             with pytest.raises(EngineDead):
-                await asyncio.wait_for(late, 5)
+                await asyncio.wait_for(late, 120)
 
     asyncio.run(run())
     assert isinstance(doomed.engine.error(), RuntimeError)
@@ -241,7 +285,7 @@ def test_a_step_that_cannot_be_compiled_is_the_engines_end() -> None:
 
     async def run() -> None:
         with pytest.raises(EngineDead, match="out of order"):
-            await asyncio.wait_for(engine.embed([1], request_id="e"), 5)
+            await asyncio.wait_for(engine.embed([1], request_id="e"), 120)
 
     asyncio.run(run())
     engine.shutdown()
@@ -254,47 +298,57 @@ def test_shutdown_does_not_wait_for_compiling() -> None:
 
         def make() -> None:
             begun.set()
-            go_on.wait(30)
+            go_on.wait(120)
 
         parts.programs.announce(f"slow {number}", make)
     close = parts.programs.close
     parts.programs.close = lambda: (close(), go_on.set())[0]  # pyrefly: ignore[bad-assignment]
     engine = AsyncEngine(parts)
     engine.start()
-    assert begun.wait(30)
+    assert begun.wait(120)
     engine.shutdown()
     assert engine.error() is None
     assert not engine.readiness().ready
 
 
 @pytest.mark.slow
-def test_after_shutdown_requests_are_refused(doomed: Service) -> None:
+def test_after_shutdown_requests_are_refused(
+    doomed: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_when_told(doomed.engine, monkeypatch)
+
     async def run() -> None:
         running = asyncio.create_task(collect(doomed, [1, 2, 3], LONG))
         while doomed.core.scheduler.running == []:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(doomed.engine.shutdown)
         with pytest.raises(EngineDead, match="shut down"):
-            await asyncio.wait_for(running, 5)
+            await asyncio.wait_for(running, 120)
         for late in (
             collect(doomed, [1], LONG),
             doomed.engine.embed([1], request_id="e"),
             doomed.engine.wake(),
         ):
             with pytest.raises(EngineDead, match="shut down"):
-                await asyncio.wait_for(late, 5)
+                await asyncio.wait_for(late, 120)
 
     asyncio.run(run())
     assert doomed.engine.error() is None
 
 
 @pytest.mark.slow
-def test_shutdown_may_wait_for_what_runs(doomed: Service) -> None:
+def test_shutdown_may_wait_for_what_runs(doomed: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = step_when_told(doomed.engine, monkeypatch)
+
     async def run() -> list[RequestOutput]:
         running = asyncio.create_task(collect(doomed, [1, 2, 3], LONG))
         while doomed.core.scheduler.running == []:
             await asyncio.sleep(0.001)
-        await asyncio.to_thread(doomed.engine.shutdown, 30.0)
+        ending = asyncio.create_task(asyncio.to_thread(doomed.engine.shutdown, 240.0))
+        while doomed.engine._stop_at is None:
+            await asyncio.sleep(0.001)
+        free.set()
+        await ending
         return await running
 
     assert len(asyncio.run(run())[-1].outputs[0].token_ids) == 80
@@ -342,26 +396,18 @@ def test_a_request_may_leave_while_the_engine_sleeps(service: Service) -> None:
 def test_new_weights_while_requests_run_mark_the_tokens_they_made(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = service.core.runner.decode
-
-    def slowly(*args: Any) -> RunnerOutput:  # or it is over before the weights are laid out
-        time.sleep(0.02)
-        return decode(*args)
-
-    monkeypatch.setattr(service.core.runner, "decode", slowly)
+    free = step_when_told(service.engine, monkeypatch, free_steps=4)
     old = service.model
     changed = jax.tree.map(lambda leaf: leaf * 1.3, nnx.split(old)[1])
     [prompt] = prompts_of(11)
 
     async def run() -> tuple[list[RequestOutput], list[RequestOutput]]:
-        task = asyncio.create_task(
-            collect(service, prompt, dataclasses.replace(LONG, output_kind=DELTA))
-        )
-        while len(service.core.scheduler.running) == 0:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
+        params = dataclasses.replace(LONG, output_kind=DELTA)
+        stream = service.engine.generate(prompt, params, request_id="across")
+        across = [await anext(stream)]
         await service.engine.update_weights(changed, 7)
-        across = await task
+        free.set()
+        across += [output async for output in stream]
         new = await collect(service, prompt + joined(across)[0].token_ids[:40], LONG)
         await service.engine.update_weights(old, 0)
         return across, new
@@ -369,6 +415,7 @@ def test_new_weights_while_requests_run_mark_the_tokens_they_made(
     across, _ = asyncio.run(run())
     [output] = joined(across)
     switch = output.versions.index(7)
+    assert switch > 0
     assert output.versions == [0] * switch + [7] * (80 - switch)
     before = asyncio.run(collect(service, prompt, LONG))[-1].outputs[0]
     assert before.token_ids[:switch] == output.token_ids[:switch]
@@ -401,7 +448,7 @@ def test_clients_of_several_event_loops(service: Service) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert [found[index] for index in range(4)] == [[one] * 3 for one in expected]
 
 
@@ -432,9 +479,9 @@ def test_many_streams_with_random_aborts_leave_all_pages_free(service: Service) 
         return 1
 
     async def run() -> int:
-        return sum(await asyncio.wait_for(asyncio.gather(*map(client, range(64))), 120))
+        return sum(await asyncio.wait_for(asyncio.gather(*map(client, range(64))), 600))
 
-    assert asyncio.run(run()) > 15
+    assert asyncio.run(run()) > 8  # some 25 of 64 are meant to end
     service.wait_idle()
     assert service.free_pages == service.pages
     assert service.core.scheduler.has_work is False

@@ -136,5 +136,3 @@ def test_the_account_is_what_an_engine_holds(draft: Path) -> None:
 def test_what_cannot_be_served_says_what_to_do_instead(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"latent attention.*merge the adapter into the model"):
         LLM(model, **SIZES, enable_lora=True)
-    with pytest.raises(ConfigError, match=r"serve quantized.*serve it in bfloat16"):
-        LLM(model, **SIZES, quantization="int8")

@@ -17,7 +17,7 @@ from fornax.llm.build import build_engine
 from fornax.llm.config import DraftModel, EngineConfig
 from fornax.llm.devices import DeviceSpec
 from fornax.llm.limits import limits_without_cache, resolve_limits
-from fornax.llm.memory import account_of
+from fornax.llm.memory import account_of, fit_limits
 from fornax.llm.speculation import DraftProposer
 from fornax.llm.weights import describe_weights, local_bytes
 from fornax.models import DecoderConfig, ExpertsConfig, create_decoder, save_pretrained
@@ -153,6 +153,25 @@ def test_an_8b_model_with_a_1b_draft_fits_where_the_defaults_put_it() -> None:
     assert account.draft_cache == pytest.approx(account.cache / 4, rel=0.01)
 
 
+@pytest.mark.parametrize(("model", "more"), [(LARGE, 256 / 132), (SMALL, 128 / 68)])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_cache_of_codes_holds_nearly_twice_the_tokens(
+    model: DecoderConfig, more: float, platform: str
+) -> None:
+    """A float32 scale beside the 8-bit numbers of each key and value."""
+    target = DeviceSpec(platform=platform, num_devices=1, memory=80 * 10**9)
+    tokens = []
+    for dtype in ("bfloat16", "int8", "fp8"):
+        config = EngineConfig(
+            kv_cache_memory_bytes=4 << 30, kv_cache_dtype=dtype, max_model_len=8192
+        )
+        weights = describe_weights(model, config, jnp.dtype(jnp.bfloat16), target)
+        limits = fit_limits(config, weights, target)
+        assert account_of(config, weights, limits).cache <= (4 << 30) + 2**22
+        tokens.append(limits.cache_tokens)
+    assert tokens[1] == tokens[2] == pytest.approx(tokens[0] * more, rel=1e-3)
+
+
 def test_what_an_accelerator_cannot_hold_is_refused_with_what_to_lower() -> None:
     target = DeviceSpec(platform="gpu", num_devices=1, memory=24 * 10**9)
     config = EngineConfig()
@@ -162,5 +181,5 @@ def test_what_an_accelerator_cannot_hold_is_refused_with_what_to_lower() -> None
     with pytest.raises(EngineError, match=r"GiB of a device's 22\.35 GiB \(max_num_seqs.*lower"):
         resolve_limits(config, LARGE, weights.dtype, other, target)
     given = dataclasses.replace(config, kv_cache_memory_bytes=20 * 10**9)
-    with pytest.raises(EngineError, match=r"does not fit.*beside all else; lower kv_cache"):
+    with pytest.raises(EngineError, match=r"does not fit.*after all else; lower kv_cache"):
         resolve_limits(given, LARGE, weights.dtype, other, target)

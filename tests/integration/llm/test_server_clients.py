@@ -42,7 +42,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}: {% endfor %}"
 def test_the_openai_client_completes_chats_and_embeds(connect):
     client = connect(_model=True, chat_template=TEMPLATE, **SIZES)
     until = time.monotonic() + 120
-    while httpx.get(str(client.base_url.join("/ready"))).status_code != 200:
+    while httpx.get(str(client.base_url.join("/ready")), timeout=120).status_code != 200:
         assert time.monotonic() < until
         time.sleep(0.1)
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
@@ -135,7 +135,7 @@ def test_adapters_named_at_the_start_are_there_when_it_is_ready(serve, tmp_path)
 @pytest.mark.slow
 def test_an_adapter_that_cannot_be_loaded_stops_the_start(serve):
     server = serve(enable_lora=True, lora_modules=["small=relative/path"])
-    assert server.popen.wait(20) == 1
+    assert server.popen.wait(120) == 1
     assert "lora_path=relative/path" in server.log.read_text()
 
 
@@ -151,7 +151,7 @@ def test_many_chats_at_once_each_get_their_own_text(serve):
         return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
 
     async def all_of_them():
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
             return await asyncio.gather(*[one(client, text) for text in texts])
 
     for text, answer in zip(texts, asyncio.run(all_of_them()), strict=True):

@@ -49,6 +49,6 @@ def test_without_a_compiler_the_log_says_why_the_native_kernel_is_not_used(tmp_p
             time.sleep(0.1)
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(120)
     said = [line for line in log.read_text().splitlines() if wanted in line]
     assert len(said) == 1, log.read_text()

@@ -19,7 +19,7 @@ async def stream(host, port, rng):
         kind = rng.random()
         if kind < 0.1:
             writer.write(rng.randbytes(200) + b"\r\n\r\n")
-            await asyncio.wait_for(reader.read(), 30)
+            await asyncio.wait_for(reader.read(), 300)
             return "noise"
         if kind < 0.25:
             body = rng.choice(
@@ -41,7 +41,7 @@ async def stream(host, port, rng):
         if rng.random() < 0.4:
             await asyncio.sleep(rng.random() * 0.3)
             return "left while reading"
-        answer = await asyncio.wait_for(reader.read(), 60)
+        answer = await asyncio.wait_for(reader.read(), 300)
         status = int(answer[9:12])
         if kind < 0.25:
             assert status == 400, answer
@@ -72,31 +72,35 @@ async def load(host, port):
 
 
 async def storm(host, port, seconds, seed):
-    """256 clients at a time for some seconds; how many of each kind, and what is left open."""
+    """256 clients at a time for some seconds; how many of each kind."""
     rng = random.Random(seed)
     counts, until = {}, asyncio.get_running_loop().time() + seconds
 
     async def one():
-        while asyncio.get_running_loop().time() < until:
+        while True:
             kind = await stream(host, port, rng)
             counts[kind] = counts.get(kind, 0) + 1
+            if asyncio.get_running_loop().time() > until:
+                return
 
-    half = []
+    await asyncio.gather(*[one() for _ in range(STREAMS)])
+    return counts
 
-    async def watch():
-        await asyncio.sleep(seconds / 2)
-        half.append(await metric(host, port, "process_resident_memory_bytes"))
-        half.append(await metric(host, port, "process_open_fds"))
 
-    await asyncio.gather(watch(), *[one() for _ in range(STREAMS)])
-    for _ in range(100):
-        state = await load(host, port)
-        if state == {"server_load": 0, "unfinished": 0}:
-            break
-        await asyncio.sleep(0.05)
-    memory = await metric(host, port, "process_resident_memory_bytes")
-    files = await metric(host, port, "process_open_fds")
-    return counts, state, memory / half[0], files
+async def settled(host, port):
+    """The server's memory when no request and hardly a file is left."""
+    async with asyncio.timeout(120):
+        while await load(host, port) != {"server_load": 0, "unfinished": 0}:
+            await asyncio.sleep(0.05)
+        while await metric(host, port, "process_open_fds") >= 64:
+            await asyncio.sleep(0.05)
+    return await metric(host, port, "process_resident_memory_bytes")
+
+
+async def storms(host, port, seconds):
+    """Two storms, the second like the first; each one's counts and the memory after each."""
+    found = [(await storm(host, port, seconds / 2, 1), await settled(host, port)) for _ in range(2)]
+    return zip(*found, strict=True)
 
 
 @pytest.mark.slow
@@ -107,19 +111,17 @@ async def storm(host, port, seconds, seed):
 def test_256_streams_with_disconnects_and_nonsense_leave_nothing_behind(serve, seconds):
     server = serve(_step_seconds=0.002, _max_num_seqs=64, disable_access_log=True)
     host, port = server.url.removeprefix("http://").split(":")
-    counts, state, growth, files = asyncio.run(storm(host, int(port), seconds, seed=1))
-    assert state == {"server_load": 0, "unfinished": 0}
+    counts, memory = asyncio.run(storms(host, int(port), seconds))
     kinds = {"noise", "refused", "left while sending", "left while reading", "whole"}
-    assert counts.keys() == kinds
-    assert growth < 1.1
-    assert files < 64
+    assert [each.keys() for each in counts] == [kinds] * 2
+    assert memory[1] < 1.1 * memory[0]
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "ERROR" not in log
     assert server.stop() == 0
 
 
-def talk(server, *pieces, seconds=20.0):
+def talk(server, *pieces, seconds=120.0):
     """Send bytes; what comes back until the server closes."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=seconds) as connection:
@@ -136,16 +138,16 @@ def talk(server, *pieces, seconds=20.0):
 
 @pytest.mark.slow
 def test_a_head_without_end_is_431_and_one_that_does_not_come_is_cut_off(serve):
-    server = serve(max_header_bytes=4096, header_timeout=0.5)
+    server = serve(max_header_bytes=4096, header_timeout=3.0)
     head = b"GET /health HTTP/1.1\r\nhost: x\r\n"
-    refused = talk(server, head, b"x-long: " + b"a" * 100_000)
+    refused = talk(server, head, b"x-long: " + b"a" * 5_000_000)  # more than sockets hold
     assert refused.startswith(b"HTTP/1.1 431")
     error = json.loads(refused.partition(b"\r\n\r\n")[2])["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", 431)
     begun = time.monotonic()
     assert talk(server, head) == b""
     assert talk(server) == b""
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 100
     whole = talk(server, head + b"x-some: " + b"a" * 3000 + b"\r\nconnection: close\r\n\r\n")
     assert whole.startswith(b"HTTP/1.1 200")
 
@@ -155,14 +157,14 @@ def test_more_connections_than_allowed_get_503_until_others_leave(serve):
     server = serve(max_connections=3)
     host, port = server.url.removeprefix("http://").split(":")
     request = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    crowd = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+    crowd = [socket.create_connection((host, int(port)), timeout=120) for _ in range(3)]
     refused = talk(server, request)
     assert refused.startswith(b"HTTP/1.1 503")
     error = json.loads(refused.partition(b"\r\n\r\n")[2])["error"]
     assert error["type"] == "service_unavailable_error"
     for each in crowd:
         each.close()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not talk(server, request).startswith(b"HTTP/1.1 200"):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -179,7 +181,7 @@ def test_a_client_that_takes_nothing_is_cut_off_and_its_sequence_freed(serve):
         kind = b"content-type: application/json\r\n\r\n"
         connection.sendall(head.encode() + kind + body)
         with server.client() as client:
-            until = time.monotonic() + 40
+            until = time.monotonic() + 240
             while client.get("/load").json()["unfinished"] == 0:
                 assert time.monotonic() < until
             while client.get("/load").json() != {"server_load": 0, "unfinished": 0}:

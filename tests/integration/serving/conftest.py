@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,7 +62,19 @@ class Server:
         assert found is not None
         return found[1]
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+    def memory(self) -> int:
+        """Bytes that the process holds."""
+        status = Path(f"/proc/{self.popen.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
+
+    def returns_to(self, before: int) -> None:
+        """Wait until it holds about as much as before; it gives back every few seconds."""
+        until = time.monotonic() + 120
+        while (held := self.memory()) > before * 1.2 + 2**26:
+            assert time.monotonic() < until, f"{held} bytes are held, {before} were before"
+            time.sleep(0.1)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 120) -> int:
         """Send a signal; the exit code."""
         self.popen.send_signal(number)
         return self.popen.wait(seconds)
@@ -94,21 +107,29 @@ def _wide(params, x):
     return {"x": x + 1}
 
 
+def _slow(params, x):
+    """A tenth of a second of arithmetic, whose result is dropped."""
+    mixed = jnp.broadcast_to(x[:, :1], (x.shape[0], 256)) * jnp.ones((256, 1, 256))
+    mixed = jax.lax.fori_loop(0, 25, lambda _, m: jnp.tanh(m @ jnp.eye(256) + m), mixed)
+    return {"x": x + 1 + jnp.minimum(jnp.sum(jnp.abs(mixed)), 0)}
+
+
 def write_tiny(
     root: Path, name: str, function: Callable, inputs: dict[str, Spec], queue_limit: int
 ) -> Path:
-    """Two versions of `tiny`: predict, text, wide, and a function of the test's own."""
+    """Two versions of `tiny`: predict, text, wide, slow, and a function of the test's own."""
     weights = np.arange(12, dtype=np.float32).reshape(4, 3)
     for version in (1, 2):
         export.save(
             root / "tiny" / str(version),
-            {"predict": _predict, name: function, "text": _text, "wide": _wide},
+            {"predict": _predict, name: function, "text": _text, "wide": _wide, "slow": _slow},
             {"w": weights * version},
             inputs={
                 "predict": {"x": Spec(("b", 4), "float32"), "scale": Spec(("b",), "float32")},
                 name: inputs,
                 "text": {"s": Spec(("b", "n"), "bytes")},
                 "wide": {"x": Spec(("b", WIDE), "float32")},
+                "slow": {"x": Spec(("b", 4), "float32")},
             },
             buckets={"b": [1, 4], "n": [16]},
             platforms=("cpu",),

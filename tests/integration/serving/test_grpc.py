@@ -2,7 +2,6 @@
 
 import asyncio
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -48,8 +47,8 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(models, start_once):
-    """One for all; clients that behave badly must leave it as it was."""
-    return start_once(models, "--control", "explicit", "--load", "*", "--send-timeout", "2")
+    """One for most; clients that behave badly must leave it as it was."""
+    return start_once(models, "--control", "explicit", "--load", "*")
 
 
 def _tensors(**arrays):
@@ -95,13 +94,13 @@ def test_tritons_client_does_all_that_it_can(models, server):
 
         client.start_stream(answered)
         for number in range(30):
-            assert room.acquire(timeout=10)
+            assert room.acquire(timeout=120)
             wrong = number % 10 == 3
             client.async_stream_infer(
                 "tiny", _inputs()[: 1 if wrong else 2], request_id=str(number)
             )
         for number in range(30):
-            result, error = answers.get(timeout=10)
+            result, error = answers.get(timeout=120)
             if number % 10 == 3:
                 assert "lacks scale" in error.message()
             else:
@@ -140,25 +139,11 @@ def test_what_a_host_says_of_a_model_fits_tritons_configuration(models):
     assert found.input[0].data_type == 11
 
 
-def _memory(server) -> int:
-    """Bytes that the process holds."""
-    status = Path(f"/proc/{server.popen.pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
-
-
-def _returns_to(before: int, server) -> None:
-    """Wait until the process holds about as much as before; it gives back every few seconds."""
-    until = time.monotonic() + 20
-    while (held := _memory(server)) > before * 1.2 + 2**26:
-        assert time.monotonic() < until, f"{held} bytes are held, {before} were before"
-        time.sleep(0.1)
-
-
 def _quiet(server) -> None:
     """Wait until the server has nothing to do; it must answer correctly."""
     url = server.address("grpc")
     with Client(url) as client:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while True:
             stats = client.call("ModelStatistics", name="tiny").model_stats
             before = [each.execution_count for each in stats]
@@ -199,34 +184,41 @@ def test_clients_that_vanish_mid_stream_leave_nothing_behind(server):
         _quiet(server)
 
     round_of_vanishing()
-    before = _memory(server)
+    before = server.memory()
     round_of_vanishing()
-    _returns_to(before, server)
+    server.returns_to(before)
 
 
 @pytest.mark.fault
-def test_readers_that_dawdle_hold_a_bounded_share(server):
+def test_readers_that_dawdle_hold_a_bounded_share(models, start):
+    server = start(models, "--send-timeout", "2")
     data = infer_message("tiny:wide", {"x": np.ones((4, WIDE), np.float32)}).SerializeToString()
-    before = _memory(server)
-    sent = [0]
+    before = server.memory()
+    caught = None
+    for seconds in (3, 10, 40):  # a busy machine may need longer until nothing moves any more
+        enough, sent = threading.Event(), [0]
 
-    def endless():
-        while True:
-            sent[0] += 1
-            yield data
+        def requests(enough=enough, sent=sent):
+            while not enough.is_set():
+                sent[0] += 1
+                yield data
 
-    with grpc.insecure_channel(server.address("grpc"), _BIG) as channel:
-        answers = channel.stream_stream(_STREAM)(endless())
-        time.sleep(1)
-        stuck = sent[0]
-        _quiet(server)  # others are served meanwhile
-        assert stuck < 400
-        assert _memory(server) - before < 2**29
-        time.sleep(2)
-        with pytest.raises(grpc.RpcError) as caught:
-            list(answers)
-        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "read answers as they come" in caught.value.details()
+        with grpc.insecure_channel(server.address("grpc"), _BIG) as channel:
+            answers = channel.stream_stream(_STREAM)(requests())
+            _quiet(server)  # others are served meanwhile
+            assert sent[0] < 400
+            assert server.memory() - before < 2**29
+            time.sleep(seconds)
+            enough.set()
+            try:
+                for _ in answers:
+                    pass
+            except grpc.RpcError as error:
+                caught = error
+                break
+    assert caught is not None
+    assert caught.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "read answers as they come" in caught.details()
 
 
 @pytest.mark.fault
@@ -234,7 +226,7 @@ def test_ten_times_too_many_requests_are_answered_or_refused(server):
     url = server.address("grpc")
     refused = {ServingCode.RESOURCE_EXHAUSTED.name, ServingCode.DEADLINE_EXCEEDED.name}
 
-    async def flood(callers, seconds):
+    async def flood(callers, seconds, function="wide", width=WIDE):
         """Count answers by status; every answer is looked at."""
         counts: dict[str, int] = {}
         end = time.monotonic() + seconds
@@ -242,11 +234,13 @@ def test_ten_times_too_many_requests_are_answered_or_refused(server):
             call = channel.unary_unary(_INFER)
 
             async def caller(number):
-                x = np.full((1, WIDE), number, np.float32)
-                data = infer_message("tiny:wide", {"x": x}).SerializeToString()
-                while time.monotonic() < end:
+                x = np.full((1, width), number, np.float32)
+                data = infer_message(f"tiny:{function}", {"x": x}).SerializeToString()
+                last = False
+                while not last:
+                    last = time.monotonic() >= end
                     try:
-                        answer = await call(data, timeout=20)
+                        answer = await call(data, timeout=600)
                     except grpc.aio.AioRpcError as error:
                         status = error.code().name
                     else:
@@ -258,17 +252,22 @@ def test_ten_times_too_many_requests_are_answered_or_refused(server):
             await asyncio.gather(*(caller(number) for number in range(callers)))
         return counts
 
+    # Eight may wait; a batch takes so long that many more come.
+    counts = asyncio.run(flood(640, 2, "slow", 4))
+    assert set(counts) <= {"OK", *refused}
+    assert counts["OK"] >= 4
+    assert counts["RESOURCE_EXHAUSTED"] > 10
+
+    # Large ones leave no memory taken.
     asyncio.run(flood(64, 1))
     _quiet(server)
-    before = _memory(server)
-    counts = asyncio.run(flood(640, 2))
-    assert set(counts) <= {"OK", *refused}
-    assert counts["OK"] > 50
-    assert counts["RESOURCE_EXHAUSTED"] > 10
-    _quiet(server)
-    asyncio.run(flood(640, 1))
-    _quiet(server)
-    _returns_to(before, server)
+    before = server.memory()
+    for seconds in (2, 1):
+        counts = asyncio.run(flood(640, seconds))
+        assert set(counts) <= {"OK", *refused}
+        assert counts["OK"] >= 4
+        _quiet(server)
+    server.returns_to(before)
     with Client(url) as client, pytest.raises(ServingError) as caught:
         client.infer("tiny:half", {"h": np.ones((1, 3), ml_dtypes.bfloat16)})
     assert caught.value.code is ServingCode.INVALID_ARGUMENT
@@ -291,7 +290,7 @@ def test_a_stop_answers_what_was_taken(server):
     callers = [threading.Thread(target=calls) for _ in range(4)]
     for caller in callers:
         caller.start()
-    while len(outcomes) < 40:
+    while len(outcomes) < 40 and any(caller.is_alive() for caller in callers):
         time.sleep(0.01)
     assert server.stop() == 0
     for caller in callers:

@@ -1,5 +1,6 @@
 """`fornax host` as it is run: signals, exit codes, rollout and rollback, what it prints."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -47,7 +48,7 @@ def test_a_version_is_rolled_out_watched_and_rolled_back(start, repository, bund
         repository, "--poll-seconds", "0.1", "--access-log", "all", "--log-format", "json"
     )
     url = server.address("http")
-    with httpx.Client(base_url=f"http://{url}", timeout=30) as client:
+    with httpx.Client(base_url=f"http://{url}", timeout=120) as client:
         assert client.get("/v2/health/ready").status_code == 200
         version, first = _score(client)
         assert version == "1"
@@ -84,37 +85,44 @@ def test_a_version_is_rolled_out_watched_and_rolled_back(start, repository, bund
     assert all(line["code"] == "OK" and line["rows"] == 1 for line in answered)
 
 
-def test_sigterm_answers_what_was_accepted_and_a_second_signal_quits(start, repository):
-    # The request waits for others to share its batch with, so there is time for signals.
-    (repository / "ranker" / "serving.yaml").write_text("batching:\n  max_delay_ms: 1500\n")
-    first = start(repository, "--drain-delay-seconds", "2")
-    second = start(repository)
-    urls = [f"http://{server.address('http')}" for server in (first, second)]
+@contextlib.contextmanager
+def _asked(server):
+    """A client, and an answer that waits for others to share its batch with."""
     running = 'fornax_requests_running{model="ranker",version="1",function="predict"} 1'
-    with ThreadPoolExecutor(2) as threads:
-        answers = [
-            threads.submit(httpx.post, f"{url}/v2/models/ranker/infer", json=BODY, timeout=60)
-            for url in urls
-        ]
-        for url in urls:
-            while running not in httpx.get(f"{url}/metrics").text:
-                time.sleep(0.01)
-        first.popen.send_signal(signal.SIGTERM)
-        first.wait_for("stopping")
-        assert httpx.get(f"{urls[0]}/v2/health/ready").status_code != 200
-        assert httpx.get(f"{urls[0]}/v2/health/live").status_code == 200
+    with (
+        httpx.Client(base_url=f"http://{server.address('http')}", timeout=120) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        answer = threads.submit(client.post, "/v2/models/ranker/infer", json=BODY)
+        while running not in client.get("/metrics").text:
+            assert not answer.done()
+            time.sleep(0.01)
+        yield client, answer
 
-        second.popen.send_signal(signal.SIGINT)
-        second.wait_for("stopping")
-        assert second.stop(signal.SIGINT, 10) == 1
-        assert "stopped at once" in second.log.read_text()
 
-        answer = answers[0].result()
-        assert answer.status_code == 200
-        assert answer.json()["model_version"] == "1"
-        assert first.popen.wait(30) == 0
-        assert first.log.read_text().rstrip().endswith("stopped")
-        assert answers[1].exception() is not None or answers[1].result().status_code == 200
+def test_sigterm_answers_what_was_accepted_and_a_second_signal_quits(start, repository):
+    settings = repository / "ranker" / "serving.yaml"
+    settings.write_text("batching:\n  max_delay_ms: 5000\n")
+    drained = start(repository, "--drain-delay-seconds", "4", "--poll-seconds", "1000")
+    settings.write_text("batching:\n  max_delay_ms: 600000\n")
+    quitted = start(repository)
+    with _asked(drained) as (client, answer):
+        drained.popen.send_signal(signal.SIGTERM)
+        drained.wait_for("stopping")
+        assert client.get("/v2/health/ready").status_code != 200
+        assert client.get("/v2/health/live").status_code == 200
+        assert answer.result().status_code == 200
+        assert answer.result().json()["model_version"] == "1"
+    assert drained.popen.wait(120) == 0
+    assert drained.log.read_text().rstrip().endswith("stopped")
+
+    with _asked(quitted) as (_, answer):
+        quitted.popen.send_signal(signal.SIGINT)
+        quitted.wait_for("stopping")
+        assert quitted.stop(signal.SIGINT) == 1
+        # There is little time to compute it, or to refuse it.
+        assert answer.exception() is not None or answer.result().status_code in (200, 503)
+    assert "stopped at once" in quitted.log.read_text()
 
 
 def _command(*words):
@@ -122,7 +130,7 @@ def _command(*words):
         [sys.executable, "-m", "fornax", "host", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=environment.for_child({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}),
     )
 
@@ -163,10 +171,10 @@ def test_a_model_that_fails_takes_no_other_down(start, repository, bundles, caps
     assert reasons["ranker"] == ""
     assert reasons["broken"]
     began = time.monotonic()
-    assert fornax(["host", "status", "--url", strict.address("http"), "--wait", "60"]) == 1
-    assert time.monotonic() - began < 30
+    assert fornax(["host", "status", "--url", strict.address("http"), "--wait", "600"]) == 1
+    assert time.monotonic() - began < 300
     assert "not ready: broken is not served" in capsys.readouterr().out
-    with httpx.Client(base_url=f"http://{strict.address('http')}", timeout=30) as client:
+    with httpx.Client(base_url=f"http://{strict.address('http')}", timeout=120) as client:
         assert client.get("/v2/models/ranker/ready").status_code == 200
         assert _score(client)[0] == "1"
     assert strict.stop() == 0
@@ -199,26 +207,32 @@ def test_a_program_that_is_sometimes_slow_does_not_stop_health_checks(start, tmp
     def ask(steps: int) -> float:
         tensor = {"name": "steps", "datatype": "INT32", "shape": [1], "data": [steps]}
         began = time.monotonic()
-        answer = httpx.post(f"{url}/v2/models/steps/infer", json={"inputs": [tensor]}, timeout=60)
+        answer = httpx.post(f"{url}/v2/models/steps/infer", json={"inputs": [tensor]}, timeout=120)
         assert answer.status_code == 200, answer.text
         return time.monotonic() - began
 
     for _ in range(5):
         ask(1)
     steps = 100_000
-    while ask(steps) < 1.0:
+    while min(ask(steps), ask(steps)) < 1.0:
         steps *= 2
-    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=url, timeout=60) as client:
-        slow = threads.submit(lambda: [ask(steps) for _ in range(3)])
-        waits = []
-        while not slow.done():
-            began = time.monotonic()
-            assert client.get("/v2/health/live").status_code == 200
-            waits.append(time.monotonic() - began)
-            time.sleep(0.01)
-    shortest = min(slow.result())
-    assert shortest > 0.5
-    assert max(waits) < shortest / 2
+    checked, answered = threading.Event(), []
+
+    def ask_on() -> None:
+        while not checked.is_set():
+            answered.append(ask(steps))
+
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=url, timeout=120) as client:
+        slow = threads.submit(ask_on)
+        try:
+            for _ in range(100):
+                assert client.get("/v2/health/live").status_code == 200
+                time.sleep(0.01)
+            meanwhile = len(answered)
+        finally:
+            checked.set()
+        slow.result()
+    assert meanwhile < 12  # between two answers of a server that was stopped by each come a few
 
 
 @pytest.mark.parametrize("words", [("--http", "0.0.0.0:0"), ("--grpc", "[::]:0")])

@@ -1,7 +1,6 @@
 """HTTP clients of a running `fornax host`: Triton's own, and those that vanish, flood or dawdle."""
 
 import asyncio
-import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -160,12 +159,6 @@ def test_models_statistics_shared_memory_and_refusals(models, start):
     assert server.stop() == 0
 
 
-def _memory(server) -> int:
-    """Bytes that the process holds."""
-    status = Path(f"/proc/{server.popen.pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) * 1024
-
-
 def _wide_request(rows: int, value: float = 1.0) -> bytes:
     array = np.full((rows, WIDE), value, np.float32)
     size = {"binary_data_size": array.nbytes}
@@ -181,21 +174,22 @@ def _wide_request(rows: int, value: float = 1.0) -> bytes:
 
 @pytest.mark.fault
 def test_clients_that_vanish_dawdle_and_flood_leave_nothing_behind(models, start):
-    server = start(models, "--send-timeout", "0.5", "--body-timeout", "0.5")
+    # Honest clients must be in time too, on a machine that stops them now and then.
+    server = start(models, "--send-timeout", "2", "--body-timeout", "2")
     host, _, port = server.address("http").partition(":")
     request = _wide_request(4)
 
     def abuse(number: int) -> None:
-        with socket.create_connection((host, int(port)), 10) as client:
-            match number % 4:
-                case 0:  # vanishes while it sends
+        with socket.create_connection((host, int(port)), 120) as client:
+            match number % 8:
+                case 0 | 4 | 6:  # vanishes while it sends
                     client.sendall(request[: len(request) // 2])
-                case 1:  # vanishes while its answer is computed or sent
+                case 1 | 5 | 7:  # vanishes while its answer is computed or sent
                     client.sendall(request)
                 case 2:  # takes a little of its answer
                     client.sendall(request)
                     client.recv(1000)
-                    time.sleep(1.0)
+                    time.sleep(4.0)
                 case 3:  # stops sending
                     client.sendall(request[:1000])
                     assert client.recv(100).startswith(b"HTTP/1.1 408")
@@ -217,13 +211,12 @@ def test_clients_that_vanish_dawdle_and_flood_leave_nothing_behind(models, start
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(abuse, range(32)))
         asyncio.run(flood())
-        before = _memory(server)
+        before = server.memory()
         list(pool.map(abuse, range(160)))
         statuses = asyncio.run(flood())
     assert set(statuses) <= {"200", "429"}
     assert statuses.count("200") >= 64
-    time.sleep(1.0)
-    assert _memory(server) < before + 64 * 2**20
+    server.returns_to(before)
     with Client(server.address("http")) as client:
         for _ in range(3):
             got = client.infer("tiny", _inputs()).as_numpy("y")

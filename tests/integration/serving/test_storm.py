@@ -125,7 +125,7 @@ async def _raging(storm: Storm, faults: Faults) -> AsyncIterator[None]:
         yield
     finally:
         storm.over = True
-        done, late = await asyncio.wait(tasks, timeout=90)
+        done, late = await asyncio.wait(tasks, timeout=300)
     assert not late, f"{late} do not end"
     for task in done:
         task.result()
@@ -138,7 +138,7 @@ async def _asked(storm: Storm, path: str) -> None:
 
 async def _quiet(storm: Storm, wanted: set[tuple[str, str, str]]) -> None:
     """Wait until the server serves just what is wanted, and a quiet second more."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 240
     while True:
         _, index = await storm.call("POST", "/v2/repository/index", {})
         found = {(each["name"], each.get("version", ""), each["state"]) for each in index}

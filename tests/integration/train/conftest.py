@@ -102,7 +102,7 @@ def finish(start: Start) -> Finish:
 
     def run(run_dir: Path, flags: Sequence[str] = (), **changes: Any) -> tuple[int, str]:
         process = start(run_dir, flags, **changes)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=400)
         return process.returncode, output
 
     return run

@@ -8,10 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ConfigError, from_mapping
-from fornax.models import load_pretrained, num_parameters
+from fornax.models import (
+    DecoderConfig,
+    create_decoder,
+    load_pretrained,
+    num_parameters,
+    save_pretrained,
+)
 from fornax.optim import EMA
 from fornax.train import (
     EvalConfig,
@@ -74,6 +81,20 @@ def test_another_dtype_is_measured_not_assumed(run_dir: Path, tmp_path: Path):
     assert 0 < parity.max_abs_difference < 0.05
     model = load_pretrained(tmp_path / "hf")
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(model.output_weights())} == {"bfloat16"}
+
+
+@pytest.mark.slow
+def test_float16_is_converted_once_a_dtype_is_chosen(tmp_path: Path):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1}
+    save_pretrained(create_decoder(DecoderConfig(**sizes, num_heads=2)), tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file({name: x.astype(np.float16) for name, x in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match="stored as float16; say which dtype"):
+        convert(tmp_path / "hf", tmp_path / "run")
+    convert(tmp_path / "hf", tmp_path / "run", dtype="bfloat16")
+    wanted = load_pretrained(tmp_path / "hf", "bfloat16").embed.embedding.get_value()
+    found = load_run(tmp_path / "run").model.embed.embedding.get_value()
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 def test_what_is_neither_is_refused(tmp_path: Path):

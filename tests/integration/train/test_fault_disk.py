@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_a_file_size_limit_is_named_and_the_run_goes_on_without_it(
     run_dir = tmp_path / "run"
     process = start(run_dir, env={"FORNAX_COMPILATION_CACHE": "0"})
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, 40_000))
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     check_refusal(
         process.returncode, output, "raise the file-size limit", "No step is complete yet"
     )
@@ -103,6 +104,7 @@ def test_a_run_directory_in_use_is_refused(start: Any, finish: Any, tmp_path: Pa
     try:
         while not (run_dir / "goodput.jsonl").exists():
             assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.01)
         code, output = finish(run_dir, steps=100_000, eval={})
         check_refusal(code, output, "is in use", f"process {process.pid}")
     finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fornax.config import ShardingError, from_mapping
-from fornax.mesh import MeshConfig
+from fornax.mesh import MeshConfig, use_mesh
 from fornax.train import Hosts, Ledger, TrainConfig, pretrain_task
 from fornax.train.hosts import to_global
 from fornax.train.session import Programs, first_state, prepare
@@ -24,8 +24,10 @@ SHAPES = [
 
 @pytest.fixture(scope="module")
 def run(settings: dict[str, Any]) -> TrainConfig:
-    """One layer, eight rows: enough for every axis of eight to divide."""
-    model = {**settings["model"], "num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
+    """One layer, eight rows: enough for every axis of eight to divide; as wide as it takes for the
+    compiler to exchange products in its several ways."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "num_layers": 1}
+    model = {**settings["model"], **changes, "num_heads": 8, "num_kv_heads": 8}
     return from_mapping(TrainConfig, {**settings, "model": model, "z_loss": 1e-3, "eval": {}})
 
 
@@ -43,7 +45,8 @@ def measure(run: TrainConfig, rows: dict[str, np.ndarray], devices: Any) -> tupl
     shapes = programs.shapes_of(rows)
 
     def compute(params: Any, batch: Any) -> Any:
-        loss, _, grads = sum_gradients(programs.parts, params, {}, batch, jax.random.key(0))
+        with use_mesh(programs.parts.mesh, programs.parts.rules):
+            loss, _, grads = sum_gradients(programs.parts, params, {}, batch, jax.random.key(0))
         return loss, grads
 
     return jax.device_get(jax.jit(compute)(state.params, to_global(rows, shapes))), programs

@@ -70,7 +70,7 @@ def kill_and_finish(start: Any, finish: Any, tmp_path: Path, changes: dict[str, 
     seen = []
     for marks in (1, 2, 2):
         process = start(run_dir, **changes)
-        deadline, path = time.monotonic() + 90, run_dir / "goodput.jsonl"
+        deadline, path = time.monotonic() + 240, run_dir / "goodput.jsonl"
         while process.poll() is None and time.monotonic() < deadline:
             text = path.read_text() if path.exists() else ""
             if text.count("rewind_to") >= marks:

@@ -104,7 +104,7 @@ def test_a_run_killed_on_one_machine_goes_on_on_another(
         shutil.rmtree(run_dir)
     there = mirror.latest_step()
     process = start(tmp_path / "machine3", env=variables, **changes)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     assert there is not None
     assert exact(tmp_path / "machine3") == whole[there:]
@@ -116,7 +116,7 @@ def kill_after(
     process: Any, run_dir: Path, lines: int, delay: float, and_when: Callable[[], bool]
 ) -> None:
     """Kill once so many steps are recorded, something else is so and a moment passed."""
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 90
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 240
     while process.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_bytes().count(b"\n") >= lines and and_when():
             time.sleep(delay)

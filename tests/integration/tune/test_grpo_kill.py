@@ -78,7 +78,7 @@ def test_a_kill_changes_no_sample_and_no_parameter(folder: Path, tmp_path: Path)
     process = start(folder, killed)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "the run stands at step" in output
+    assert "the run is at step" in output
     exact = [[tuple(r.get(n) for n in EXACT) for r in records(out)] for out in (whole, killed)]
     assert len(exact[0]) == 9
     assert exact[0] == exact[1]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.integration.train.test_hosts import finish_all, free_port, series
+from tests.integration.train.test_hosts import finish_all, series
+from tests.ports import held_port
 from tests.unit.tune.tiny import save_model
 
 Start = Callable[..., subprocess.Popen]
@@ -15,7 +16,7 @@ Start = Callable[..., subprocess.Popen]
 
 def start_three(start: Start, *words: str | Path) -> list[subprocess.Popen]:
     """The same command in three processes."""
-    told = {"FORNAX_COORDINATOR": f"localhost:{free_port()}", "FORNAX_NUM_PROCESSES": "3"}
+    told = {"FORNAX_COORDINATOR": f"localhost:{held_port()}", "FORNAX_NUM_PROCESSES": "3"}
     return [start(*words, env={**told, "FORNAX_PROCESS_ID": str(n)}) for n in range(3)]
 
 

@@ -45,7 +45,7 @@ def test_a_killed_run_ends_with_the_same_parameters(
     finish(*words, "--out", tmp_path / "whole")
     cut_short = start(*words, "--out", tmp_path / "cut")
     assert kill_after(cut_short, tmp_path / "cut", 25)
-    assert "stands at step" in finish(*words, "--out", tmp_path / "cut")
+    assert "is at step" in finish(*words, "--out", tmp_path / "cut")
     whole, cut = (final_state(tmp_path / name) for name in ("whole", "cut"))
     assert whole["step"] == cut["step"] == STEPS
     assert whole["data"] == cut["data"]

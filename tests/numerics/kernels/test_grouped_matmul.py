@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from jax.test_util import check_grads
+from tests.memory import let_programs_go
 
 from fornax import kernels
 from fornax.kernels import _native
@@ -42,6 +43,13 @@ def _names() -> list[str]:
 PLATFORMS = {"megablox": "tpu", "ragged_dot": "gpu"}
 """Where an implementation is chosen, if not on CPU; here its kernels are interpreted there."""
 INTERPRETED = ("some without rows, and padding", "none at all", "few rows", "all rows in one")
+
+
+@pytest.fixture(autouse=True)
+def small_process() -> Iterator[None]:
+    """Many cases compile their own programs."""
+    yield
+    let_programs_go(1600)
 
 
 @pytest.fixture(params=_names())

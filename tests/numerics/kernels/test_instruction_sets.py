@@ -12,13 +12,20 @@ from fornax.kernels._native import build, units
 HERE = Path(__file__).parent
 FILES = (
     "attention",
+    "blocks",
+    "convolution",
     "experts",
+    "group_norm",
     "grouped_matmul",
     "layer",
     "matmul",
     "norm",
     "packed",
+    "packed_experts",
     "paged_attention",
+    "ragged_convolution",
+    "ragged_delta_rule",
+    "sampling",
 )
 
 

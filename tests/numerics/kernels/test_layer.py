@@ -149,6 +149,65 @@ def test_unlike_gate_and_up_are_named() -> None:
         kernels.gated_linear_unit(jnp.ones(4), jnp.ones(4), activation="relu")
 
 
+def _turned(x: np.ndarray, angles: np.ndarray, interleaved: bool) -> np.ndarray:
+    """Pairs as complex numbers times e^(i angle); real parts first, then imaginary ones."""
+    r = angles.shape[-1]
+    first, second = (
+        (x[..., : 2 * r : 2], x[..., 1 : 2 * r : 2])
+        if interleaved
+        else (x[..., :r], x[..., r : 2 * r])
+    )
+    pairs = (first + 1j * second) * np.exp(1j * angles[:, :, None])
+    return np.concatenate([pairs.real, pairs.imag, x[..., 2 * r :]], axis=-1)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "width", "pairs"),
+    [(1, 1, 2, 64, 32), (2, 5, 3, 20, 7), (1, 300, 8, 64, 16)],
+)
+def test_rotary_embedding_agrees_with_float64(
+    batch, tokens, heads, width, pairs, interleaved, dtype, implementation
+) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(batch, tokens, heads, width)), dtype)
+    angles = rng.uniform(-7, 7, size=(batch, tokens, pairs))
+    cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    found = kernels.rotary_embedding(x, cos, sin, interleaved, implementation=implementation)
+    exact = _turned(np.asarray(x, np.float64), angles, interleaved)
+    assert found.dtype == x.dtype
+    rounding = 2.0**-22 if dtype == "float32" else 2.0**-8
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact, rtol=rounding, atol=6 * 2.0**-22
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradient_of_a_rotary_embedding_turns_back(interleaved) -> None:
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, 1, 3, 2, 12))
+    angles = rng.uniform(-3, 3, size=(1, 3, 5))
+    cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+    _, back = jax.vjp(
+        lambda x: kernels.rotary_embedding(x, cos, sin, interleaved), jnp.asarray(x, jnp.float32)
+    )
+    (found,) = back(jnp.asarray(dy, jnp.float32))
+    # <dy, R v> = <R^T dy, v> for every v.
+    v = rng.normal(size=x.shape)
+    left = np.sum(dy * _turned(v, angles, interleaved))
+    assert np.sum(np.asarray(found, np.float64) * v) == pytest.approx(left, abs=1e-5)
+
+
+def test_rotary_embedding_of_unlike_arrays_is_named() -> None:
+    x = jnp.ones((1, 2, 3, 8))
+    with pytest.raises(KernelError, match="2 r at most H"):
+        kernels.rotary_embedding(x, jnp.ones((1, 2, 5)), jnp.ones((1, 2, 5)))
+    with pytest.raises(KernelError, match=r"\[B, T, r\]"):
+        kernels.rotary_embedding(x, jnp.ones((2, 2, 4)), jnp.ones((2, 2, 4)))
+
+
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])

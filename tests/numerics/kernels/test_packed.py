@@ -1,8 +1,7 @@
 """Packed products against float64, what codes stand for, and that a row depends on itself alone."""
 
+import dataclasses
 import itertools
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.memory import let_programs_go
+from tests.one_core import printed_on_one_core_and_all
 
 from fornax import kernels
 from fornax.kernels._packed import native
@@ -132,9 +132,10 @@ def test_codes_are_the_nearest(kind) -> None:
 
 def _product(x, values, scales, precision):
     """Native, of codes [K, N] and scales [G, N], with scales of all inputs or of 32."""
+    assert native.unavailable() is None  # and so the kernel is there, whichever test comes first
     group = None if precision == "fp8" else 32
     parts = native.layout(Parts(values[None], scales[None]), precision, group)
-    (y,) = native.linears(x, [(parts, jnp.int32(0), values.shape[1])], precision)
+    (y,) = native.linears(x, [(parts, None, jnp.int32(0), values.shape[1])], precision)
     return np.asarray(y)
 
 
@@ -207,6 +208,31 @@ def test_several_at_once_are_the_same_as_one_by_one(precision: str, rows: int) -
         np.testing.assert_array_equal(y, weight.linear(x))
 
 
+@pytest.mark.parametrize("rows", [1, 13])
+@pytest.mark.parametrize("precision", ["int4", "int8"])
+def test_inputs_in_another_order_are_gathered(precision: str, rows: int) -> None:
+    """To the bit: of several weights at once, of which some share their order."""
+    rng, x = np.random.default_rng(3), _rows(512, "float32")[:rows]
+    orders = [rng.permutation(512) for _ in range(2)]
+    given, sorted_ = [], []
+    for outputs, order in ((512, orders[0]), (40, orders[0]), (96, orders[1]), (64, None)):
+        w = _weight(512, outputs)
+        one = kernels.pack(w, precision=precision, implementation="native")
+        wanted = one.linear(x if order is None else x[:, order])
+        if order is not None:
+            one = dataclasses.replace(one, order=jnp.asarray(order, jnp.int32)[None])
+            unsorted = np.asarray(kernels.pack(w, precision=precision).unpack())[np.argsort(order)]
+            np.testing.assert_array_equal(one.unpack(), unsorted)
+        given.append(one)
+        sorted_.append(wanted)
+    for y, wanted, weight in zip(kernels.linears(x, given), sorted_, given, strict=True):
+        np.testing.assert_array_equal(y, wanted)
+        np.testing.assert_array_equal(weight.linear(x), wanted)
+    plain = kernels.pack(_weight(512, 40), precision=precision, implementation="plain")
+    ordered = dataclasses.replace(plain, order=jnp.asarray(orders[0], jnp.int32)[None])
+    np.testing.assert_array_equal(ordered.linear(x), plain.linear(x[:, orders[0]]))
+
+
 def test_mixed_weights_at_once() -> None:
     x, w = _rows(64, "float32")[:3], _weight(64, 40)
     packed = kernels.pack(w, precision="float32")
@@ -249,12 +275,6 @@ for precision in ("float32", "bfloat16", "int8", "int4", "fp8", "mxfp4"):
 
 @pytest.mark.slow
 def test_a_process_held_to_one_core_computes_the_same() -> None:
-    held = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    one, all_ = (
-        subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True
-        ).stdout
-        for program in (held + _DIGESTS, _DIGESTS)
-    )
+    one, all_ = printed_on_one_core_and_all(_DIGESTS)
     assert one == all_
     assert one.count("\n") == 24

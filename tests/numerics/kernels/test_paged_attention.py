@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.numerics.kernels.paged_codes import dequantized, pages_of
 
 from fornax import kernels
 from fornax.kernels._paged_attention import tpu as tpu_kernel
+from fornax.kernels._paged_attention import tpu_block, tpu_items
 
 L = 3
 
@@ -64,9 +66,11 @@ def make_step(
     dtype: Any = np.float32,
     cache_dtype: Any = np.float32,
     garbage: float = np.nan,
+    codes: str | None = None,
     **options: Any,
 ) -> Step:
-    """Rows are (context length, tokens of this step at its end)."""
+    """Rows are (context length, tokens of this step at its end). With `codes` keys and values are
+    what such a cache makes of them."""
     parts = 1 if options.get("shared") else 2
     rng = np.random.default_rng(0)
     options = {"scale": h**-0.5, **options}
@@ -83,6 +87,8 @@ def make_step(
     for r, (context, count) in enumerate(rows):
         keys = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
         values = rng.normal(size=(context, k, h)).astype(cache_dtype).astype(np.float64)
+        if codes is not None:
+            keys, values = dequantized(keys, codes), dequantized(values, codes)
         values = keys if parts == 1 else values
         q = rng.normal(size=(count, n, h)).astype(dtype).astype(np.float64)
         seen = context - count - (options.get("window") or context) + 1
@@ -140,9 +146,7 @@ def run(
         )
 
     rows = (step.page_table_RW, step.query_start_R1, step.context_lens_R)
-    kv = jnp.asarray(step.kv_LPSCH, cache_dtype)
-    if joined:
-        kv = kv.reshape(*kv.shape[:3], -1, 2 * kv.shape[4])
+    kv = pages_of(step.kv_LPSCH, cache_dtype, joined=joined)
     out = attend(jnp.asarray(step.q_TNH, dtype), kv, jnp.int32(1), *rows)
     assert out.dtype == dtype
     return np.asarray(out.astype(jnp.float32))
@@ -211,6 +215,37 @@ def test_cache_may_be_float8(implementation: str) -> None:
     np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
 
 
+CODES_CASES = (
+    "mixed", "wide group", "window over blocks", "softcap", "sinks", "odd width", "wide head",
+    "keys that are values", "two heads of them", "a released latent",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "codes", "implementation"),
+    [
+        *((case, codes, "native") for case in CODES_CASES for codes in ("int8", "fp8")),
+        ("mixed", "fp8", "xla"),
+        ("window over blocks", "int8", "xla"),
+        ("keys that are values", "fp8", "xla"),
+        ("sinks", "int8", "xla"),
+    ],
+)
+def test_codes_are_read_exactly(case: str, codes: str, implementation: str) -> None:
+    """What no token sees has NaN scales."""
+    step = make_step(**CASES[case], codes=codes)
+    found = run(step, implementation, jnp.float32, codes)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", ON_CPU)
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+def test_codes_may_lie_beside_each_other_and_meet_bfloat16(codes: str, implementation: str) -> None:
+    step = make_step(MIXED, codes=codes, dtype=jnp.bfloat16)
+    found = run(step, implementation, jnp.bfloat16, codes, joined=True)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("implementation", ON_CPU)
 def test_a_value_may_lie_beside_its_key(implementation: str) -> None:
     step = make_step(MIXED)
@@ -243,7 +278,7 @@ LONGEST = ("decode", "one token", "no tokens", "wide group", "width 256 of one h
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of queries and fetches of keys in small steps; interpreted, all is slow."""
     monkeypatch.setattr(tpu_kernel, "_BUFFER_KEYS", 128)
-    monkeypatch.setattr(tpu_kernel, "_BLOCK_TOKENS", 32)
+    monkeypatch.setattr(tpu_items, "_BLOCK_TOKENS", 32)
 
 
 @pytest.mark.slow
@@ -275,6 +310,36 @@ def test_dtypes_may_differ_on_tpu(dtype: Any, cache_dtype: Any, h: int, toleranc
     with kernels.target_platform("tpu", interpret=True):
         found = run(step, "pallas_tpu", dtype, cache_dtype, joined=h == 64)
     np.testing.assert_allclose(found, step.expected_TNH, rtol=tolerance, atol=tolerance)
+
+
+CODES_ON_TPU: dict[str, dict[str, Any]] = {
+    "mixed": {"h": 128, "k": 4},
+    "softcap, pages of 128": {"h": 256, "page": 128, "softcap": 2.0},
+    "window, pages of 8": {"h": 128, "k": 8, "page": 8, "window": 140},
+    "sinks": {"h": 64, "k": 8, "window": 20, "sinks_N": np.linspace(-1.0, 30.0, 8)},
+    "pages of 256": {"h": 128, "page": 256},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    ("case", "codes"),
+    [
+        ("mixed", "fp8"),
+        ("softcap, pages of 128", "int8"),
+        ("sinks", "int8"),
+        pytest.param("sinks", "fp8", marks=pytest.mark.exhaustive),
+        pytest.param("window, pages of 8", "int8", marks=pytest.mark.exhaustive),
+        pytest.param("pages of 256", "fp8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_tpu_kernel_reads_codes_exactly(case: str, codes: str) -> None:
+    step = make_step(ROWS[:6], **{"page": 16, "n": 8, "codes": codes, **CODES_ON_TPU[case]})
+    with kernels.target_platform("tpu", interpret=True):
+        joined = CODES_ON_TPU[case]["h"] % 128 != 0
+        found = run(step, "pallas_tpu", jnp.float32, codes, joined=joined)
+    np.testing.assert_allclose(found, step.expected_TNH, rtol=2e-5, atol=2e-5)
 
 
 def _apart(step: Step) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -341,16 +406,73 @@ def test_an_update_writes_and_attends(implementation: str, h: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
-def test_the_tpu_kernel_waits_for_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("codes", "h"), [("int8", 128), pytest.param("fp8", 64, marks=pytest.mark.exhaustive)]
+)
+def test_the_tpu_kernel_writes_the_bits_of_paged_write(codes: str, h: int) -> None:
+    """Tokens of one page, whole pages, and pages whose first tokens an earlier step wrote."""
+    step = make_step(ROWS, h=h, page=16, n=8, k=4 * 128 // h, codes=codes, dtype=jnp.bfloat16)
+    before, new, slots = _apart(step)
+    kv = pages_of(before, codes, joined=h == 64)
+    assert isinstance(kv, kernels.QuantizedPages)
+    k, v = (jnp.asarray(new[:, part::2], jnp.bfloat16) for part in (0, 1))
+    rows = {
+        "page_table_RW": jnp.asarray(step.page_table_RW),
+        "query_start_R1": jnp.asarray(step.query_start_R1),
+        "context_lens_R": jnp.asarray(step.context_lens_R),
+    }
+    q, slots_T = jnp.asarray(step.q_TNH, jnp.bfloat16), jnp.asarray(slots)
+    expected = kernels.paged_write(kv, k, v, layer=1, slots_T=slots_T, implementation="xla")
+    expected_o = kernels.paged_attention(
+        q, expected, layer=1, implementation="reference", **rows, **step.options
+    )
+
+    @functools.partial(jax.jit, compiler_options=_quickly("pallas_tpu"))
+    def update(kv: kernels.Pages) -> tuple[jax.Array, kernels.Pages]:
+        return kernels.paged_attention_update(
+            q, k, v, kv, layer=1, slots_T=slots_T, implementation="pallas_tpu", **rows,
+            **step.options,
+        )  # fmt: skip
+
+    with kernels.target_platform("tpu", interpret=True):
+        o, written = update(kv)
+    o, expected_o = (np.asarray(x.astype(jnp.float32)) for x in (o, expected_o))
+    np.testing.assert_allclose(o, expected_o, rtol=2e-2, atol=2e-2)
+    # Page 0 takes what padding writes.
+    for one, other in zip(jax.tree.leaves(written), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x)[:, 1:].view(np.uint8) for x in (one, other)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize(
+    "codes", [None, pytest.param("int8", marks=pytest.mark.exhaustive)], ids=["floats", "codes"]
+)
+def test_the_tpu_kernel_waits_for_every_copy(
+    codes: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In jax's simulation of a TPU a copy happens when it is waited for and no sooner, and memory
-    is NaN before. It knows no rows of 32 bits, so these are taken from the buffer as a whole."""
+    is NaN before. It knows no rows of 32 bits and no flat views, so what is read through them is
+    taken from the buffer as a whole."""
     from jax.experimental.pallas import tpu as pltpu
 
-    def rows(plan: Any, pages: Any, head: int) -> list[jax.Array]:
+    def rows(plan: Any, pages: Any, index: int) -> list[jax.Array]:
         found = pages[...].reshape(-1, *pages.shape[3:])
-        return [found[:, 2 * head], found[:, 2 * head + 1]]
+        together = 4 if plan.codes else 2
+        picked = [found[:, together * index + number] for number in range(together)]
+        return [row.astype(jnp.bfloat16) for row in picked] if plan.codes else picked
 
-    monkeypatch.setattr(tpu_kernel, "_rows", rows)
+    def by_vector(page: int, pages: Any, seen: Any, scales: Any) -> None:
+        J, V, lanes = scales.shape
+        found_PVS = pages[...].reshape(-1, V, page)[: J * lanes // page]
+        found_JVl = jnp.swapaxes(jnp.swapaxes(found_PVS, 0, 1).reshape(V, J, lanes), 0, 1)
+        scales[...] = jnp.where(jnp.stack([seen(j) for j in range(J)]), found_JVl, 0)
+
+    monkeypatch.setattr(tpu_block, "_rows", rows)
+    monkeypatch.setattr(tpu_kernel, "by_vector", by_vector)
     simulated = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan")
     monkeypatch.setattr(tpu_kernel, "interpreting", lambda: simulated)
-    test_an_update_writes_and_attends("pallas_tpu", 128)
+    if codes is None:
+        test_an_update_writes_and_attends("pallas_tpu", 128)
+    else:
+        test_the_tpu_kernel_writes_the_bits_of_paged_write(codes, 128)

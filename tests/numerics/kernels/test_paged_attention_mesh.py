@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.numerics.kernels.paged_codes import DTYPES, pages_of
 
 from fornax import kernels
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
@@ -20,7 +21,7 @@ SLOTS = jnp.asarray([10, 12, 13, 14, 15, 16, 17, 18, 19, 28, 0, 1], jnp.int32)
 
 def _step(implementation: str, shared: bool = False):
     @jax.jit
-    def step(kv: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    def step(kv: kernels.Pages, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
         kv = kernels.paged_write(kv, k, None if shared else v, layer=1, slots_T=SLOTS)
         o = kernels.paged_attention(
             q,
@@ -75,6 +76,29 @@ def test_a_latent_of_each_device_serves_its_query_heads(implementation: str) -> 
     assert found[0].sharding.is_equivalent_to(cache, 5)
     np.testing.assert_array_equal(found[0], np.repeat(kv, 4, axis=3))
     np.testing.assert_allclose(found[1], o, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("codes", DTYPES)
+@pytest.mark.parametrize(("tensor", "k_heads"), [(4, 8), (8, 2)])
+def test_scales_are_divided_with_their_heads(
+    tensor: int, k_heads: int, codes: str, implementation: str
+) -> None:
+    rng = np.random.default_rng(0)
+    kv = pages_of(rng.normal(size=(L, P, S, 2 * k_heads, H)), codes)
+    shapes = [(T, N, H), (T, k_heads, H), (T, k_heads, H)]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    expected = _step(implementation)(kv, *arrays)
+    mesh = make_mesh(MeshConfig(fsdp=1, tensor=tensor), jax.devices()[:tensor])
+    specs = kernels.page_specs(kv, ("tensor",) if k_heads % tensor == 0 else None)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    with use_mesh(mesh):
+        found = _step(implementation)(jax.device_put(kv, places), *arrays)
+    for array, place in zip(jax.tree.leaves(found[0]), jax.tree.leaves(places), strict=True):
+        assert array.sharding.is_equivalent_to(place, array.ndim)
+    for a, b in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -48,21 +48,21 @@ def test_requests_wait_for_a_free_client_in_order():
         sent.append((request, queued))
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.1)
         running -= 1
 
     start = time.perf_counter()
-    arrivals = [(start, "a"), (start, "b"), (start, "c"), (start + 0.2, "d")]
+    arrivals = [(start, "a"), (start, "b"), (start, "c"), (start + 1.0, "d")]
     asyncio.run(run_load(arrivals, send, 2))
     assert [request for request, _ in sent] == list("abcd")
     assert most == 2
     waits = dict(sent)
-    assert waits["c"] >= 0.04
+    assert waits["c"] >= 0.09
     assert waits["d"] < waits["c"]
 
 
 def test_clients_go_on_until_the_time_is_over():
-    end = time.perf_counter() + 0.1
+    end = time.perf_counter() + 1.0
     requests = itertools.takewhile(lambda _: time.perf_counter() < end, itertools.repeat((0.0, 1)))
     sent = []
 
@@ -71,7 +71,7 @@ def test_clients_go_on_until_the_time_is_over():
         await asyncio.sleep(0.01)
 
     asyncio.run(run_load(requests, send, 3))
-    assert 6 <= len(sent) <= 33
+    assert 6 <= len(sent) <= 303
     assert time.perf_counter() >= end
 
 

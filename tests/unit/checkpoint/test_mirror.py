@@ -137,7 +137,7 @@ def test_a_damaged_copy_is_named(store: Any, tmp_path: Path):
 
 
 def test_what_cannot_be_reached_is_one_paragraph(tmp_path: Path):
-    with pytest.raises(ConfigError, match="mirror=bucket/run is no address"):
+    with pytest.raises(ConfigError, match="mirror=bucket/run is not an address"):
         CheckpointConfig(mirror="bucket/run")
     with pytest.raises(CheckpointError, match=r"at nope://bucket/run cannot be reached: Protocol"):
         Checkpointer(tmp_path, CheckpointConfig(mirror="nope://bucket/run"))

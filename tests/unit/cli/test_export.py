@@ -110,7 +110,7 @@ def test_two_bundles_are_compared_with_an_exit_code(bundle, own, tmp_path, capsy
     [
         ([], "give one of these"),
         (["--inspect", "a", "--diff", "a", "b"], "give one of these"),
-        (["--inspect", "a", "--out", "b"], "--out is of no use with --inspect"),
+        (["--inspect", "a", "--out", "b"], "--out has no effect with --inspect"),
         (["--model", "hf"], "name the bundle to make with --out"),
         (["--model", "hf", "--out", "x", "--json"], "--json is for --inspect and --diff"),
         (["--model", "hf", "--out", "x", "--pooling", "last"], "--pooling is for the function"),
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(words, reason, capsys):
         ("odd", "returned has 'bucket'"),
         ("lists", "returned a list"),
         ("broken", "raises KeyError at"),
-        ("scale", "wants arguments (params, x); name a function that takes none"),
+        ("scale", "takes arguments (params, x); name a function that takes none"),
         ("mak", "did you mean make?"),
     ],
 )

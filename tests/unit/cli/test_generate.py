@@ -114,7 +114,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tmp_path, capsys):
     assert tokenizer_folder(tmp_path) is None
     save_pretrained(create_decoder(from_mapping(DecoderConfig, CONFIG)), tmp_path / "model")
     assert main(["generate", str(tmp_path / "model"), "--prompt", "x"]) == 2
-    assert "no tokenizer lies with" in capsys.readouterr().err
+    assert "there is no tokenizer in" in capsys.readouterr().err
 
 
 def test_a_character_is_shown_when_all_its_parts_have_come(tokenizer):

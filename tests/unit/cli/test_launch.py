@@ -77,7 +77,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     def train(config: Any, run_dir: Path, **_: Any) -> Any:
         made.trained = run_dir
-        return SimpleNamespace(exit_code=0)
+        return SimpleNamespace(exit_code=0, goodput=None)
 
     monkeypatch.setattr(fornax.cluster, "launch", launch)
     monkeypatch.setattr(fornax.cluster, "launch_slices", launch_slices)

@@ -1,9 +1,12 @@
 """`fornax doctor`: what is off is named with its fix, and only what stops Fornax is an error."""
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from fornax.cli import machine
@@ -20,8 +23,9 @@ def only(findings) -> Finding:
 def test_a_sound_machine_reports_everything_and_returns_0(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    names = ["fornax", "python", "jax", "flax", "devices", "compiler", "TPU compiler", "cores"]
-    for name in [*names, "memory", "disk here", "cache", "extras"]:
+    names = ["fornax", "python", "jax", "flax", "devices", "platform", "compiler", "TPU compiler"]
+    names += ["native kernels", "cores", "memory", "/dev/shm", "open files", "disk here", "cache"]
+    for name in [*names, "extras"]:
         assert any(line.startswith(f"{name} ") for line in out.splitlines())
 
 
@@ -47,6 +51,51 @@ def test_the_exit_code_follows_the_findings(capsys, monkeypatch, findings, code,
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
+def test_findings_for_programs(capsys):
+    assert main(["doctor", "--json"]) == 0
+    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["platform"]["value"].startswith("cpu: every test, in CI")
+    assert found["jax"] == {
+        "name": "jax",
+        "value": jax.__version__,
+        "problem": "",
+        "fix": "",
+        "fatal": False,
+    }
+
+
+def test_an_extra_that_is_not_there_is_told_with_its_command(monkeypatch):
+    monkeypatch.setattr(machine, "_complete", lambda package, extra: extra != "hub")
+    found = {finding.name.strip(): finding for finding in machine._extras()}
+    assert list(found) == ["extras", "hub"]
+    assert "serve" in found["extras"].value
+    assert found["hub"].value.endswith("pip install 'fornax-ai[hub]'")
+
+
+def test_kernels_that_are_not_compiled_yet_are_counted_and_not_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
+    found = only(machine._native())
+    assert re.match(r"0 of \d+ compiled; the others", found.value)
+    assert not found.fix
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_little_shared_memory_is_noted(monkeypatch):
+    class Usage:
+        free = total = 2**26
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    found = only(machine._shared_memory())
+    assert found.problem
+    assert "--shm-size" in found.fix
+
+
+@pytest.mark.parametrize(("hard", "noted"), [(1024, True), (2**20, False), (-1, False)])
+def test_few_descriptors_are_noted(monkeypatch, hard, noted):
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1024, hard))
+    assert bool(only(machine._open_files()).fix) == noted
+
+
 @pytest.mark.parametrize(
     ("installed", "problem"),
     [("0.9.2", "0.9.2 is outside <0.13,>=0.10"), (None, "it is not installed")],
@@ -62,8 +111,6 @@ def test_a_package_out_of_bounds_or_missing_is_an_error(monkeypatch, installed, 
 
 
 def test_a_backend_that_does_not_start_is_an_error(monkeypatch):
-    import jax
-
     def broken() -> Any:
         raise RuntimeError("no\ndriver")
 
@@ -98,7 +145,7 @@ def test_the_compiler_of_the_environment_comes_first(monkeypatch, tmp_path):
 
 
 def test_little_memory_is_noted(monkeypatch):
-    monkeypatch.setattr(machine, "_available_memory", lambda: 2**30)
+    monkeypatch.setattr(machine, "available_memory", lambda: 2**30)
     assert only(machine._memory()).problem == "the quickstart needs 2 GiB"
 
 
@@ -133,6 +180,7 @@ def test_an_extra_is_there_only_when_all_that_it_names_is(monkeypatch):
     assert not machine._complete("top", "x")
     there.add("c")
     assert machine._complete("top", "x")
+    assert not machine._complete("top", "for another Python")
 
 
 @pytest.mark.parametrize(

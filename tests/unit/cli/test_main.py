@@ -223,7 +223,7 @@ class TestOutcomes:
         assert main(["fake"]) == 1
         err = capsys.readouterr().err
         assert "Traceback (most recent call last)" in err
-        assert "the traceback stands above" in err
+        assert "the traceback is above" in err
 
     def test_a_broken_pipe_that_is_not_standard_output_is_not_hidden(self, capsys, fake):
         fake(failing(BrokenPipeError(errno.EPIPE, "Broken pipe")))

@@ -85,7 +85,10 @@ def test_a_search_finds_a_plan_and_writes_it(capsys, tmp_path):
         ([*SMALL[1:], "--topology", "v9:4"], "topology 'v9:4': chip 'v9' is not known"),
         ([*PREDICTED[1:], "--mesh.tensor", "3"], "the mesh fsdp=-1 x tensor=3 needs a multiple"),
         ([*PREDICTED[1:], "--batch-size", "100"], "batch_size=100 does not divide into 8 virtual"),
-        ([*PREDICTED[1:], "--price", "none.yaml"], "none.yaml does not exist; --price takes"),
+        (
+            [*PREDICTED[1:], "--price", "none.yaml"],
+            "price=none.yaml is neither a number nor a file",
+        ),
         ([*PREDICTED[1:], "--programs", "eval"], "closed forms know the training step, not eval"),
         ([*PREDICTED[1:], "--topolgy", "x"], "--topolgy is neither a flag nor a key"),
         (["srve"], "srve is not a command of fornax plan; did you mean serve?"),

@@ -22,9 +22,9 @@ REFUSED = [
     (["--replicas", "2", "--", "host"], "no repository is named"),
     (["--replicas", "2", "--", "host", ".", "--http", "none"], "readiness and metrics"),
     (["--replicas", "2", "--", "host", "DIR", "--http", "none", "--grpc", "none"], "nothing to"),
-    (["--replicas", "2", "--", "host", "DIR"], "DIR is no folder"),
+    (["--replicas", "2", "--", "host", "DIR"], "DIR is not a folder"),
     (["rolling-restart"], "no run is named"),
-    (["rolling-restart", "nothing"], "nothing is no server's"),
+    (["rolling-restart", "nothing"], "nothing is not a server's"),
 ]
 
 

@@ -22,13 +22,17 @@ def calls(monkeypatch, tmp_path):
     """Runs that the command asked the trainer for, instead of running them."""
     made = []
 
-    def train(config, run_dir, *, accept_changes, progress):
+    def train(config, run_dir, *, accept_changes, progress, prices):
         made.append(
             SimpleNamespace(
-                config=config, run_dir=run_dir, accept=accept_changes, progress=progress
+                config=config,
+                run_dir=run_dir,
+                accept=accept_changes,
+                progress=progress,
+                prices=prices,
             )
         )
-        return SimpleNamespace(exit_code=143)
+        return SimpleNamespace(exit_code=143, goodput=None)
 
     monkeypatch.setattr(fornax.train, "train", train)
     monkeypatch.chdir(tmp_path)
@@ -64,7 +68,7 @@ def test_a_config_file_goes_before_that_of_the_run(calls):
 
 def test_nothing_to_train_is_said(calls, capsys):
     assert main(["train", "--run-dir", "empty"]) == 2
-    assert capsys.readouterr().err.startswith("error: empty has no run to go on with; name a")
+    assert capsys.readouterr().err.startswith("error: empty has no run to resume; name a")
     assert not calls
 
 

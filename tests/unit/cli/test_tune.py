@@ -16,11 +16,11 @@ def calls(monkeypatch, tmp_path):
     """Runs that the command asked for, instead of running them."""
     made = []
 
-    def tune(config, out, *, accept_changes, progress):
+    def tune(config, out, *, accept_changes, progress, prices):
         made.append(
             SimpleNamespace(config=config, out=out, accept=accept_changes, progress=progress)
         )
-        return SimpleNamespace(exit_code=143)
+        return SimpleNamespace(exit_code=143, goodput=None)
 
     monkeypatch.setattr(fornax.tune, "tune", tune, raising=False)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,8 @@
 """A program for launches in tests: ranks that make steps without arrays, and break when told.
 
 Each rank waits at every step for the others, as in a collective, through files in its folder. A
-file `RANK.FAULT` there makes that rank break once; what is done is appended to `RANK.steps`.
+file `RANK.FAULT` there makes that rank break once, or each time; what is done is appended to
+`RANK.steps`.
 """
 
 import ctypes
@@ -61,10 +62,10 @@ def told(folder: Path, rank: str) -> None:
     """Break as a file says."""
     for file in folder.glob(f"{rank}.fault-*"):
         kind = file.name.partition("-")[2]
-        if kind != "always":
+        if kind not in ("always", "never"):
             file.unlink()
         match kind:
-            case "data":
+            case "data" | "never":
                 time.sleep(600)
             case "lock":
                 ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock

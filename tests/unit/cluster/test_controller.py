@@ -82,7 +82,7 @@ class Run:
 
     def pid(self, rank: int, step: int = 0) -> int:
         """The process of a rank once it has entered a step."""
-        for _ in range(3000):
+        for _ in range(12_000):
             state = worker_record.read(self.files.record(rank))
             if state is not None and state.entered_step >= step:
                 return state.pid
@@ -91,7 +91,7 @@ class Run:
 
     def wait_for(self, state: str, epoch: int) -> None:
         """Until an epoch has entered a state."""
-        for _ in range(3000):
+        for _ in range(12_000):
             events = read_json_lines(self.files.events)
             if any(e.get("state") == state and e["epoch"] == epoch for e in events):
                 return
@@ -202,7 +202,7 @@ def test_a_hanging_rank_is_named_with_its_stack(folder: Path, kind: str, verdict
     assert "in told" in named["stack"]
     assert named["phase"] == "wait_for_data"
     assert named["step"] >= 10
-    assert 1.0 <= named["time"] - named["since"] < 30.0
+    assert 1.0 <= named["time"] - named["since"] < 120.0
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_events_are_followed_while_a_run_goes_on(folder: Path):
     with run.files.held():
         follower = threading.Thread(target=user, daemon=True)
         assert run.code((10, follower.start)) == 143, run.said
-        follower.join(60)
+        follower.join(240)
     assert codes == [0]
     said = [line.split("  ", 1)[1] for line in lines]
     assert said[0].startswith("epoch 1  forming: 3 hosts")
@@ -321,9 +321,11 @@ def test_events_are_followed_while_a_run_goes_on(folder: Path):
 def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
     run = Run(folder, steps=100_000)
     agents: list[int] = []
+    asked: list[float] = []
 
     def preempt() -> None:
         agents.extend(parent(run.pid(rank)) for rank in range(HOSTS))
+        asked.append(time.time())
         for rank in (0, 2):
             drill(run.files.run_dir, "preempt", rank)
         run.wait_for("running", 2)
@@ -344,7 +346,7 @@ def test_others_are_ready_before_hosts_that_are_to_go_are_left(folder: Path):
     for notice in notices:
         assert notice["at_step"] >= 10
         assert {"rank", "host", "phase", "since", "last_line"} <= notice.keys()
-        assert abs(notice["since"] - notice["time"]) < 1.0
+        assert asked[0] - 0.1 < notice["since"] <= notice["time"] + 0.1
     assert left["step"] >= notices[0]["at_step"]
     assert left["since"] == pytest.approx(notices[0]["since"], abs=1.0)
 
@@ -392,10 +394,10 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
     assert named.keys() >= FACTS
     assert named["step"] >= 1  # as it was heard last
     assert named["phase"]
-    assert 7.0 < named["time"] - named["since"] < 30.0  # since when nothing was heard
+    assert 7.0 < named["time"] - named["since"] < 120.0  # since when nothing was heard
     for done in run.steps():
         assert len(done) <= len(set(done)) + 1  # the step that it met
-    assert any("nothing was heard of it for 7.5 s" in line for line in run.said)
+    assert any("nothing was received from it for 7.5 s" in line for line in run.said)
 
 
 @pytest.mark.exhaustive
@@ -453,7 +455,7 @@ def test_nothing_is_left_when_the_launch_is_killed(folder: Path):
     assert len(processes(folder)) >= 2 + 1 + 2 * 2
     launch.kill()
     launch.communicate()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while left := processes(folder):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -488,6 +490,7 @@ def test_another_controller_takes_the_place_of_one_that_was_killed(folder: Path)
 
 
 def test_a_controller_that_is_lost_again_and_again_ends_the_launch(folder: Path):
+    (folder / "1.fault-never").touch()  # however late it is killed, no step is made
     launch, run = begin(folder), Run(folder)
     for number in range(3):
         while (pid := run.files.controller_pid()) is None:

@@ -15,7 +15,7 @@ from fornax.config import ClusterError
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.train.diloco.link import Link, SlicePlace
 
-SECONDS = 60
+SECONDS = 300
 
 
 class Slices:
@@ -125,8 +125,8 @@ def test_one_that_is_lost_stops_nobody_and_catches_up(slices: Any):
     assert not rounds[1].done()  # the round waits for the one that is back
     rounds.append(group.do(back.exchange, 99, b"2"))
     assert [bytes(each.result(SECONDS).body) for each in rounds] == [b"012"] * 3
-    assert any("slice 2 is gone; 0, 1 goes on" in text for text in group.said)
-    assert any("slice 2 goes on at step 42" in text for text in group.said)
+    assert any("slice 2 is gone; 0, 1 continues" in text for text in group.said)
+    assert any("slice 2 resumes at step 42" in text for text in group.said)
 
 
 def test_one_of_whose_ranks_one_is_lost_takes_no_part(slices: Any):
@@ -149,11 +149,12 @@ def test_one_that_does_not_come_is_left_out_after_the_timeout(slices: Any):
     assert group.do(links[0].exchange, 1, b"0").result(SECONDS).facts["members"] == [0]
     with pytest.raises(LinkError):
         links[1].exchange(1, b"1")
-    assert any("slice 1 did not exchange within 0.5 s; 0 goes on" in text for text in group.said)
+    assert any("slice 1 did not exchange within 0.5 s; 0 continues" in text for text in group.said)
 
 
+@pytest.mark.slow
 def test_those_that_are_there_begin_without_the_others_after_a_while(slices: Any):
-    group = slices(3, join_timeout=0.5)
+    group = slices(3, join_timeout=5.0)  # a busy machine takes a while for two
     links = [group.link(n) for n in (0, 2)]
     group.training(*links)
     rounds = [group.do(link.exchange, 1, b"x") for link in links]

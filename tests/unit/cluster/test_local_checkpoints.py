@@ -12,7 +12,7 @@ from fornax.cluster.kept_memory import memory_files
 from fornax.cluster.local_checkpoints import LocalCheckpoints
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 
-SECONDS = 60
+SECONDS = 300
 
 
 class Agent:

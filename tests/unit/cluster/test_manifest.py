@@ -333,7 +333,7 @@ def test_skypilot_names_a_slice_by_clouds_count(manifest: Any):
         (16, "v5p:4x4x5", (), "there is no v5p slice of 4x4x5"),
         (4, "cpu:4", (), "manifests are for TPU slices and nodes of GPUs"),
         (16, "v5p:4x4x4", ("--grace", "0"), "must be 1 second or more"),
-        (16, "v5p:4x4x4", ("--name", "77"), "is no name for a job"),
+        (16, "v5p:4x4x4", ("--name", "77"), "is not a name for a job"),
     ],
 )
 def test_what_does_not_fit_is_one_paragraph(

@@ -17,7 +17,7 @@ from fornax.config.credentials import Credentials
 from fornax.config.frames import Frame, Kind, LinkError, receive, send
 from fornax.config.snapshot_file import FIRST, SnapshotFile
 
-SECONDS = 60
+SECONDS = 300
 PLAIN = Credentials(token="secret")
 
 
@@ -113,7 +113,7 @@ def test_one_that_is_cut_off_is_not_waited_for_once_another_has_its_place(hosts:
             began = time.monotonic()
             host.memory.connect({2: new.memory.address}, 3)
             until(lambda: host.is_replicated(0))
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 50  # of the 60 s that a connection may be silent
     assert {"kind": "holds", "ranks": [1]} in new.said
 
 

@@ -15,10 +15,15 @@ from fornax.cluster.stacks import ask, py_spy, read
 SLEEPS = """
 import faulthandler, signal, sys, threading, time
 faulthandler.register(signal.SIGUSR1, file=open(sys.argv[1], "a"), all_threads=True)
-def deep(): time.sleep(600)
-def aside(): time.sleep(600)
+there = threading.Event()
+def deep():
+    print("ready", flush=True)
+    time.sleep(600)
+def aside():
+    there.set()
+    time.sleep(600)
 threading.Thread(target=aside, name="beside", daemon=True).start()
-print("ready", flush=True)
+there.wait()
 deep()
 """
 
@@ -29,7 +34,6 @@ def process(tmp_path: Path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as found:
         assert found.stdout is not None
         found.stdout.readline()
-        time.sleep(0.2)
         yield found
         found.kill()
 

@@ -125,6 +125,35 @@ def test_a_host_with_notice_loses_nothing(tmp_path: Path):
     assert nonzero(tmp_path) == expected
 
 
+def test_chips_are_paid_while_processes_work(tmp_path: Path):
+    """An attempt of 8 chips works from 0 to 20; nothing does until 50; then one of 4 chips begins,
+    computes to 100, and is given a price."""
+    lines = [
+        {**start(5.0, 0), "chips": 8},
+        line(5.0, 0, ("initialise", 5.0)),
+        line(20.0, 10, ("step", 15.0)),
+        {**start(60.0, 10, attempt=2), "chips": 4, "chip_hour": 9.0, "currency": "EUR"},
+        line(60.0, 10, ("initialise", 10.0), attempt=2),
+        line(100.0, 30, ("step", 40.0), attempt=2),
+    ]
+    write(tmp_path, lines, [])
+    found = summarise(tmp_path / "goodput.jsonl")
+    assert found.down_seconds == pytest.approx(30.0)
+    assert found.chip_seconds == pytest.approx(8 * 20 + 4 * 50)
+    assert found.cost == pytest.approx(9.0 * 360 / 3600)
+    assert found.price is not None
+    assert found.price.currency == "EUR"
+
+
+def test_without_a_price_or_chips_there_is_no_cost(tmp_path: Path):
+    work = line(20.0, 10, ("step", 20.0))
+    write(tmp_path, [{**start(0.0, 0), "chips": 8}, work], [])
+    assert summarise(tmp_path / "goodput.jsonl").cost is None
+    write(tmp_path, [start(0.0, 0), work], [])
+    found = summarise(tmp_path / "goodput.jsonl")
+    assert (found.chip_seconds, found.cost) == (None, None)
+
+
 def test_time_in_which_nothing_runs_is_none_of_the_run_s(tmp_path: Path):
     lines = [
         start(1.0, 0),

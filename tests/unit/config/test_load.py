@@ -461,8 +461,11 @@ def test_a_mistake_is_one_paragraph_with_path_source_and_fix(refusal, text, word
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [
-        ("model: 1\nname: a\nmodel: 2", r"run\.yaml: the key model stands twice, on lines 1 and 3"),
-        ("model: {tie: true, tie: false}", r"the key model\.tie stands twice, on lines 1 and 1"),
+        (
+            "model: 1\nname: a\nmodel: 2",
+            r"run\.yaml: the key model is given twice, on lines 1 and 3",
+        ),
+        ("model: {tie: true, tie: false}", r"the key model\.tie is given twice, on lines 1 and 1"),
         ("name: a\nmodel:\n\twidth: 7", r"run\.yaml, line 3: not valid YAML"),
         ("model: {width: 8", r"run\.yaml, line 1: not valid YAML"),
         ("a: 1\n---\nb: 2", r"run\.yaml, line 2: not valid YAML .*another document"),

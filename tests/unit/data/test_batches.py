@@ -217,7 +217,7 @@ def on_hosts(hosts: int, read: Callable[..., Any]) -> list[Any]:
         answer[:] = [max(given)]
         given.clear()
 
-    together = threading.Barrier(hosts, action=settle, timeout=30)
+    together = threading.Barrier(hosts, action=settle, timeout=240)
 
     def agree(number: int) -> int:
         given.append(number)

@@ -82,7 +82,7 @@ def test_a_folder_of_other_files_is_never_touched(corpus: Path, tmp_path: Path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(DataError, match="is no dataset"):
+        with pytest.raises(DataError, match="is not a dataset"):
             build(config_of(corpus, tmp_path / "d"), overwrite=overwrite)
     assert (tmp_path / "d" / "thesis.txt").read_text() == "years of work"
 

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(file, names, options, reason):
 def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(BundleError, match="no readable safetensors file"):
+    with pytest.raises(BundleError, match="not a readable safetensors file"):
         read_safetensors(path, {"w": "w"})
 
 

@@ -83,12 +83,12 @@ def test_an_input_without_a_spec_is_named(tmp_path):
     ("options", "words"),
     [
         ({"buckets": None}, "buckets has no sizes for it"),
-        ({"buckets": {"b": [0]}}, "bucket b=0 is no size"),
+        ({"buckets": {"b": [0]}}, "bucket b=0 is not a size"),
         ({"buckets": {"b": [1], "q": [1]}}, "buckets names 'q', a dimension of no input"),
         ({"buckets": [{"q": 1}]}, "has no size for 'b'"),
         ({"exact": ("q",)}, "exact names 'q'"),
         ({"batch": "q"}, "batch='q' does not lead input 'x'"),
-        ({"platforms": ("gpu",)}, "is no sequence of different names of cpu, cuda"),
+        ({"platforms": ("gpu",)}, "is not a sequence of distinct names of cpu, cuda"),
         ({"golden": {"g": {}}}, "golden names 'g', and the functions are f"),
         ({"golden": {"f": {"x": np.ones((2, 4))}}}, "has dtype float64; it takes float32"),
         ({"golden": {"f": {"x": np.ones((1, 4), np.float32)}}, "check": False}, "drop one"),
@@ -186,7 +186,7 @@ def test_a_bundle_replaces_another_only_if_told_to_and_nothing_else(tmp_path):
     assert manifest["metadata"] == {"second": True}
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
     (tmp_path / "m/manifest.json").unlink()
-    with pytest.raises(BundleError, match="is no bundle, so it is not overwritten"):
+    with pytest.raises(BundleError, match="is not a bundle, so it is not overwritten"):
         seal(tmp_path, fn, check=False, overwrite=True)
 
 

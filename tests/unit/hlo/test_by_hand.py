@@ -332,6 +332,21 @@ ROOT %y = f32[64,32]{1,0} custom-call(%x, %w), custom_call_target="__onednn$matm
     assert facts.flops == 2 * 64 * 96 * 32
 
 
+def test_of_weights_in_blocks_one_layer_is_read() -> None:
+    """Two layers of 256 x 32 in 4.625 bits each."""
+    facts = facts_of(
+        """%x = f32[4,256]{1,0} parameter(0)
+%values = u8[148,64]{1,0} parameter(1)
+%types = s32[2]{0} parameter(2)
+%layer = s32[] parameter(3)
+ROOT %y = f32[4,32]{1,0} custom-call(%x, %values, %types, %layer), \
+custom_call_target="fornax_linear_blocks\""""
+    )
+    assert facts.flops == 2 * 4 * 256 * 32
+    assert facts.bytes == 4 * 256 * 4 + 256 * 32 * 4.625 / 8 + 4 * 32 * 4
+    assert not facts.notes
+
+
 def pallas_call(op_name: str, config: str = "{}") -> ProgramFacts:
     return facts_of(
         f"""%q = bf16[8,512,128]{{2,1,0}} parameter(0)

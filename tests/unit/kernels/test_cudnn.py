@@ -82,8 +82,8 @@ def _reason(options: dict[str, Any], arrays: list[jax.ShapeDtypeStruct]) -> str:
         ({}, {"dtype": jnp.float32}, "takes bfloat16 and float16, not float32"),
         ({}, {"h": 36}, "multiple of 8 up to 256, not 36"),
         ({}, {"h": 512}, "multiple of 8 up to 256, not 512"),
-        ({"softcap": 30.0}, {}, "knows no softcap"),
-        ({"sinks_N": jnp.zeros(N)}, {}, "knows no sinks"),
+        ({"softcap": 30.0}, {}, "does not support softcap"),
+        ({"sinks_N": jnp.zeros(N)}, {}, "does not support sinks"),
         (_ids(2047), {"t": 2047}, "even lengths, not for 2047 queries"),
     ],
 )

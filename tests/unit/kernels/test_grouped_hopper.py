@@ -59,7 +59,7 @@ def test_without_a_gpu_xla_multiplies() -> None:
         pytest.skip("there is a GPU")
     choice = kernels.grouped_matmul_operation.choice(CALL)
     assert choice.implementation == "ragged_dot"
-    assert "the GPU at hand, and there is none" in str(choice)
+    assert "this machine's GPU, and there is none" in str(choice)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_compiles_without_warnings_for_plain_and_for_this_processor(unit: str) -
 NEON = shutil.which("aarch64-linux-gnu-g++")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NEON is None, reason="no compiler for ARM: aarch64-linux-gnu-g++")
 @pytest.mark.parametrize("unit", units.UNITS)
 def test_compiles_for_neon(unit: str, tmp_path: Path) -> None:

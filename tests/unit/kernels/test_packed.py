@@ -219,3 +219,94 @@ def test_kernel_is_right_on_lesser_processors(name, tmp_path) -> None:
         check=False,
     )
     assert done.stdout.strip() == "right", done.stderr
+
+
+# Codes that were made before
+
+
+def _codes(precision: str, group: int | None, L: int, K: int, N: int) -> tuple:
+    """Random codes, scales and zeros, all that the format has: int8's -128 too."""
+    rng = np.random.default_rng(K)
+    scales = rng.uniform(0.1, 1, (L, -(-K // (group or K)), N)).astype(np.float32)
+    if precision == "int8":
+        return rng.integers(-128, 128, (L, K, N)).astype(np.int8), scales, None
+    if precision == "fp8":
+        return rng.normal(size=(L, K, N)).astype(jnp.float8_e4m3fn), scales, None
+    values = rng.integers(0, 16, (L, K, N)).astype(np.uint8)
+    if precision == "mxfp4":
+        return values, rng.integers(120, 130, scales.shape).astype(np.uint8), None
+    return values, scales, rng.integers(0, 16, scales.shape).astype(np.uint8)
+
+
+def _arrays(given: tuple) -> list[jax.Array | None]:
+    return [None if each is None else jnp.asarray(each) for each in given]
+
+
+def _meaning(precision: str, group: int | None, values, scales, zeros) -> np.ndarray:
+    """(code - zero) x scale, in float64."""
+    if precision == "mxfp4":
+        sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        values = sizes[values & 7] * np.where(values & 8, -1, 1)
+        scales = 2.0 ** (scales.astype(int) - 127)
+    index = np.arange(values.shape[1]) // (group or values.shape[1])
+    codes = values.astype(np.float64)
+    return (codes - (0 if zeros is None else zeros[:, index])) * scales[:, index]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("precision", "group"),
+    [("int8", 32), ("int8", 128), ("int4", 32), ("int4", 64), ("fp8", None), ("mxfp4", 32)],
+)
+def test_codes_that_were_made_before_are_laid_out_as_they_are(
+    precision, group, implementation
+) -> None:
+    """Two layers, the last group in part; products with whole numbers, which no row rounds."""
+    given = _codes(precision, group, 2, 144, 40)
+    packed = kernels.pack_codes(
+        *_arrays(given),
+        precision=precision,
+        group=group,
+        inputs=(4, 36),
+        outputs=(5, 8),
+        dtype=jnp.float32,
+        stacked=True,
+        implementation=implementation,
+    )
+    w = _meaning(precision, group, *given)
+    assert packed.shape == (2, 4, 36, 5, 8)
+    assert packed.implementation == implementation
+    np.testing.assert_array_equal(packed.unpack().reshape(w.shape), w.astype(np.float32))
+    x = np.random.default_rng(1).integers(-127, 128, (3, 144)).astype(np.float32)
+    x[:, ::32] = 127  # the greatest of each group: rows rounded to 8 bits are as they were
+    y = kernels.linear(jnp.asarray(x).reshape(3, 4, 36), packed.at(1), inputs=2)
+    expected = x.astype(np.float64) @ w[1]
+    np.testing.assert_allclose(
+        y.reshape(3, 40), expected, rtol=2e-6, atol=2e-6 * np.abs(w).max() * 127 * 144
+    )
+
+
+def test_codes_that_do_not_fit_are_refused() -> None:
+    values, scales, zeros = _arrays(_codes("int4", 32, 1, 64, 40))
+    good = {
+        "values": values,
+        "scales": scales,
+        "zeros": zeros,
+        "precision": "int4",
+        "group": 32,
+        "inputs": (64,),
+        "outputs": (40,),
+        "dtype": jnp.float32,
+    }
+    kernels.pack_codes(**good)
+    for changed, message in (
+        ({"precision": "bfloat16"}, "precision='bfloat16' has no codes; use one of int8"),
+        ({"group": 16}, "group=16 is none of int4's, 32, 64, 128"),
+        ({"group": None}, "group=None is none of int4's"),
+        ({"zeros": None}, r"zeros is None, and uint8\[1, 2, 40\] belongs there for int4"),
+        ({"group": 64}, r"scales is float32\[1, 2, 40\], and float32\[1, 1, 40\] belongs"),
+        ({"precision": "int8"}, r"values is uint8\[1, 64, 40\], and int8\[1, 64, 40\] belongs"),
+        ({"inputs": (60,)}, r"values is uint8\[1, 64, 40\], and uint8\[1, 60, 40\] belongs"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            kernels.pack_codes(**{**good, **changed})

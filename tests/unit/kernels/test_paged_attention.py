@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -17,11 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.memory import let_programs_go
+from tests.numerics.kernels.paged_codes import DTYPES, encoded, pages_of
 
 from fornax import kernels
+from fornax.kernels._paged_attention.call import PagedCall, WriteCall
 
 L, P, S, K, H, N = 2, 40, 8, 2, 32, 4
 LENGTH = 600
+
+
+@pytest.fixture(autouse=True)
+def small_process() -> Iterator[None]:
+    """Many cases compile their own programs."""
+    yield
+    let_programs_go(1600)
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:
@@ -46,6 +57,15 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         ({"q_TNH": jnp.ones((0, N, H))}, "must not be empty"),
         ({"q_TNH": jnp.ones((3, N, H), jnp.int32)}, "q is int32"),
         ({"kv_LPSCH": jnp.ones((L, P, S, 3, H))}, "twice the number of key heads"),
+        ({"kv_LPSCH": jnp.ones((L, P, S, 2 * K, H), jnp.int8)}, "or QuantizedPages for codes"),
+        (
+            {
+                "kv_LPSCH": kernels.QuantizedPages(
+                    jnp.ones((L, P, S, 2 * K, H), jnp.int8), jnp.ones((L, P, 2 * K, S))
+                )
+            },
+            r"with float32 scales of shape \(2, 40, 1, 32\)",
+        ),
         ({"page_table_RW": jnp.ones((4,), jnp.int32)}, r"must be \[rows, pages\]"),
         ({"page_table_RW": jnp.ones((2, 4))}, "page_table_RW is float32"),
         ({"context_lens_R": jnp.ones((3,), jnp.int32)}, "for a page table of 2 rows"),
@@ -110,6 +130,14 @@ def _parts(options: str) -> int:
     return 1 if "shared" in OPTIONS[options] else 2
 
 
+def _cache(kv: jax.Array, dtype: Any) -> kernels.Pages:
+    """The cache in `dtype`; of codes as they may come, with scales that are no numbers."""
+    if dtype not in DTYPES:
+        return kv.astype(dtype)
+    scales = jnp.full((*kv.shape[:2], 1, kv.shape[2] * kv.shape[3]), jnp.nan)
+    return kernels.QuantizedPages(kv.astype(DTYPES[dtype][0]), scales)
+
+
 @functools.cache
 def _program(dtype: Any, options: str) -> Any:
     """Write the sequence into a cache and attend, compiled once for every step of a test."""
@@ -117,7 +145,7 @@ def _program(dtype: Any, options: str) -> Any:
     def run(kv: jax.Array, slots_T: jax.Array, q_TNH: jax.Array, **rows: Any) -> jax.Array:
         _, k, v = map(jnp.asarray, _sequence())
         values = v if _parts(options) == 2 else None
-        kv = kernels.paged_write(kv.astype(dtype), k, values, layer=1, slots_T=slots_T)
+        kv = kernels.paged_write(_cache(kv, dtype), k, values, layer=1, slots_T=slots_T)
         return kernels.paged_attention(
             q_TNH,
             kv,
@@ -176,8 +204,15 @@ COMPANY = st.lists(
 )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((dtype, options) for dtype in (jnp.float32, jnp.bfloat16) for options in OPTIONS),
+        ("int8", "window"),
+        ("int8", "shared"),
+        ("fp8", "softcap and sinks"),
+    ],
+)
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     first=st.integers(0, LENGTH - 1),
@@ -245,6 +280,70 @@ def test_write_puts_keys_and_values_where_slots_say(
     np.testing.assert_array_equal(np.asarray(found), expected.reshape(kv.shape))
 
 
+VECTORS = {
+    "zeros": 0.0,
+    "too small for a scale": 1e-37,
+    "small": 1e-33,
+    "large": 3e38,
+    "infinite": np.inf,
+    "no number": np.nan,
+}
+"""The last number of a vector, which is its largest."""
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("codes", DTYPES)
+@pytest.mark.parametrize(("width", "shared"), [(32, False), (20, True)])
+def test_codes_and_scales_are_those_of_the_formula(
+    width: int, shared: bool, codes: str, dtype: Any, implementation: str
+) -> None:
+    """Bit for bit, in the slots that are written and in all others."""
+    rng = np.random.default_rng(0)
+    T, parts = 90, 1 if shared else 2
+    before = rng.normal(size=(L, P, S, parts * K, width))
+    cache = pages_of(before, codes)
+    k, v = rng.normal(size=(2, T, K, width)) * np.exp(4 * rng.normal(size=(2, T, K, 1)))
+    for t, last in enumerate(VECTORS.values()):
+        k[t, 1], k[t, 1, -1] = k[t, 1] * min(0.1 * abs(last), 1.0), last
+    k, v = jnp.asarray(k, dtype), jnp.asarray(v, dtype)
+    slots = np.asarray(S + rng.permutation((P - 1) * S)[:T], np.int32)
+    found = kernels.paged_write(
+        cache,
+        k,
+        None if shared else v,
+        layer=1,
+        slots_T=jnp.asarray(slots),
+        implementation=implementation,
+    )
+    values, scales = (x.copy() for x in encoded(before, codes))
+    for part, new in enumerate((k, v)[:parts]):
+        written = encoded(np.asarray(new.astype(jnp.float32)), codes)
+        values[1, slots // S, slots % S, part::parts] = written[0]
+        scales[1, slots // S, slots % S, part::parts] = written[1]
+    assert isinstance(found, kernels.QuantizedPages)
+    bits = np.asarray(found.codes_LPSCH).view(np.uint8)
+    np.testing.assert_array_equal(bits, values.view(np.uint8))
+    scales = np.swapaxes(scales, 2, 3).reshape(L, P, 1, -1)
+    np.testing.assert_array_equal(np.asarray(found.scales_LP1X), scales)
+    assert np.isnan(scales).sum() == 2
+
+
+@pytest.mark.parametrize("codes", DTYPES)
+def test_what_is_no_number_in_a_cache_of_codes_stays_its_sequences_own(codes: str) -> None:
+    """Zeros, of which the scale is 0, are numbers."""
+    numbers = np.ones((L, P, S, 2 * K, H))
+    numbers[:, 1], numbers[:, 2, 0, 0, 3] = 0, np.inf
+    kv, table = pages_of(numbers, codes), jnp.asarray([[1, 0, 0, 0], [2, 0, 0, 0]], jnp.int32)
+    for implementation in ("native", "xla", "reference"):
+        o = kernels.paged_attention(
+            **_arguments(kv_LPSCH=kv, page_table_RW=table, implementation=implementation)
+        )
+        np.testing.assert_array_equal(o[0], 0)
+        assert jnp.isnan(o[1:, :2]).all()
+        np.testing.assert_allclose(o[1:, 2:], 1, rtol=1e-6)
+
+
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_write_of_keys_that_are_values_puts_them_once(implementation: str) -> None:
     rng = np.random.default_rng(0)
@@ -293,13 +392,14 @@ def test_native_write_refuses_slots_outside_the_cache(slot: int) -> None:
         )
 
 
-def test_step_over_layers_copies_no_cache() -> None:
+@pytest.mark.parametrize("dtype", [jnp.float32, *DTYPES])
+def test_step_over_layers_copies_no_cache(dtype: Any) -> None:
     """Write and attention in a scan over layers touch the donated cache in place."""
 
-    def step(kv: jax.Array, q: jax.Array, slots: jax.Array, *rows: jax.Array) -> Any:
+    def step(kv: kernels.Pages, q: jax.Array, slots: jax.Array, *rows: jax.Array) -> Any:
         table, start, lens = rows
 
-        def body(carry: tuple[jax.Array, jax.Array], layer: jax.Array) -> Any:
+        def body(carry: tuple[kernels.Pages, jax.Array], layer: jax.Array) -> Any:
             kv, q = carry
             kv = kernels.paged_write(kv, q[:, :K], q[:, K:], layer=layer, slots_T=slots)
             o = kernels.paged_attention(
@@ -318,13 +418,36 @@ def test_step_over_layers_copies_no_cache() -> None:
     arguments = _arguments()
     rows = [arguments[name] for name in ("page_table_RW", "query_start_R1", "context_lens_R")]
     slots = jnp.asarray([12, 8, 9], jnp.int32)
-    lowered = jax.jit(step, donate_argnums=0).lower(
-        arguments["kv_LPSCH"], arguments["q_TNH"], slots, *rows
-    )
+    kv = _cache(arguments["kv_LPSCH"], dtype)
+    lowered = jax.jit(step, donate_argnums=0).lower(kv, arguments["q_TNH"], slots, *rows)
     text = str(lowered.compile().as_text())
     assert "fornax_paged_write" in text
-    cache = re.escape(f"f32[{L},{P},{S},{2 * K},{H}]")
-    assert not re.findall(rf"= {cache}\S* copy\(", text)
+    for shape in {leaf.shape for leaf in jax.tree.leaves(kv)}:
+        cache = re.escape(f"[{','.join(map(str, shape))}]")
+        assert re.findall(rf"\w+{cache}", text)
+        assert not re.findall(rf"= \w+{cache}\S* copy\(", text)
+
+
+@pytest.mark.parametrize("implementation", ["native", "xla"])
+def test_calls_with_codes_can_be_raced(implementation: str) -> None:
+    """Native and XLA compute the same from the same random pages."""
+    shared = {
+        "platform": "cpu", "tokens": 4, "kv_heads": K, "head_dim": H, "page_size": S,
+        "dtype": "float32", "cache_dtype": "int8", "shared": False, "scaled": True,
+    }  # fmt: skip
+    call = PagedCall(
+        **shared, rows=4, table_width=4, heads=N, window=None, softcap=None, sinks=False
+    )
+    operation = kernels.paged_attention_operation
+    o = operation.benchmark(call, operation.choose(call, implementation).run)()
+    reference = operation.benchmark(call, operation.choose(call, "reference").run)()
+    np.testing.assert_allclose(o, reference, rtol=2e-5, atol=2e-5)
+    write = kernels.paged_write_operation
+    written = write.benchmark(
+        WriteCall(**shared), write.choose(WriteCall(**shared), implementation).run
+    )()
+    assert isinstance(written, kernels.QuantizedPages)
+    np.testing.assert_array_equal(written.codes_LPSCH.reshape(-1, 2 * K, H)[:4], 127)
 
 
 def test_copies_pages_in_order_in_all_layers() -> None:
@@ -332,5 +455,9 @@ def test_copies_pages_in_order_in_all_layers() -> None:
     sources, targets = jnp.asarray([1, 3, 0], jnp.int32), jnp.asarray([3, 2, 0], jnp.int32)
     found = kernels.copy_pages(kv, sources, targets)
     np.testing.assert_array_equal(found, kv[:, jnp.asarray([0, 1, 1, 1, 4])])
+    pages = pages_of(np.asarray(kv), "int8")
+    found = kernels.copy_pages(pages, sources, targets)
+    for copied, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(pages), strict=True):
+        np.testing.assert_array_equal(copied, leaf[:, jnp.asarray([0, 1, 1, 1, 4])])
     with pytest.raises(kernels.KernelError, match="two lists of one length"):
         kernels.copy_pages(kv, sources, targets[:2])

@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,22 @@ def test_explain_names_every_reason() -> None:
     assert _operation().explain(Call(50)) == {"small": "size 50 is above 9", "any": "can run it"}
 
 
+def test_a_deprecated_one_is_taken_by_hand_or_where_no_other_can_run() -> None:
+    operation = _operation()
+    small, other = operation.implementations
+    operation.implementations = (replace(small, deprecated="any"), other)
+    with kernels.recording_choices() as made:
+        assert operation.choose(Call(1)).name == "any"
+    assert [str(choice) for choice in made] == ["made-up: any (small: deprecated: use any)"]
+    with pytest.warns(FutureWarning, match="'small' is deprecated.*use any"):
+        assert operation.choose(Call(1), "small").name == "small"
+    with autotuning():
+        operation.choose(Call(1))
+    assert choices.lookup("made-up", Call(1)) is None  # there was nothing to measure
+    operation.implementations = operation.implementations[:1]
+    assert operation.choose(Call(1)).name == "small"
+
+
 def test_autotuning_keeps_the_fastest_for_later() -> None:
     slow_first = _operation({"small": 0.05})
     assert slow_first.choose(Call(1)).name == "small"
@@ -93,6 +109,17 @@ def test_autotuning_keeps_the_fastest_for_later() -> None:
     assert slow_first.choose(Call(2)).name == "small"  # another call was not measured
     kept = json.loads(choices.path_of("made-up", Call(1)).read_text())
     assert kept["seconds"]["small"] > kept["seconds"]["any"]
+
+
+def test_one_whose_rows_keep_their_bits_is_not_replaced_by_a_faster_one() -> None:
+    operation = _operation({"small": 0.05})
+    small, other = operation.implementations
+    operation.implementations = (replace(small, steady=True), other)
+    with autotuning():
+        assert operation.choose(Call(1)).name == "small"
+    choices.record("made-up", Call(1), {"small": 0.2, "any": 0.1}, {})
+    assert operation.choose(Call(1)).name == "small"
+    assert operation.choose(Call(50)).name == "any"
 
 
 def test_measured_choice_that_now_declines_is_not_used() -> None:

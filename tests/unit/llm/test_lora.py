@@ -279,7 +279,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(EngineError, match=r"rank 4.*max_lora_rank is 2"):
         adapters.read("x", tmp_path / "wide")
     write_adapter(tmp_path / "other", "phi3", seed=1, rank=2)
-    with pytest.raises(EngineError, match=r"is no projection of this model"):
+    with pytest.raises(EngineError, match=r"is not a projection of this model"):
         adapters.read("x", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         adapters.read("x", tmp_path / "missing")

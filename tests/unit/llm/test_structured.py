@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer):
     assert tokenizer.eos_id is not None
-    made = GrammarCompiler(tokenizer.backend, _VOCAB, [tokenizer.eos_id])
+    made = GrammarCompiler(tokenizer.backend, _VOCAB, [tokenizer.eos_id], seconds=240)
     yield made
     made.close()
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused(
 
 
 def test_a_huge_constraint_is_refused_at_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=240)
     with pytest.raises(EngineError, match="at most 1048576"):
         compiler.submit(StructuredOutputsParams(regex="a" * (1 << 20)))
     compiler.close()
@@ -191,7 +191,7 @@ def test_a_constraint_that_compiles_too_long_is_refused(tokenizer: Tokenizer) ->
     began = time.monotonic()
     with pytest.raises(EngineError, match=r"more than 0\.02 s"):
         compiler.compile(StructuredOutputsParams(json={"enum": words}))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100
     compiler.close()
 
 
@@ -212,13 +212,13 @@ def test_a_constraint_without_end_is_ended_and_holds_up_no_other(
     tokenizer: Tokenizer, params: dict[str, Any]
 ) -> None:
     """llguidance does not bound the intersection of regular expressions."""
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=4)
-    compiler.submit(StructuredOutputsParams(regex="ab")).result(60)  # starts everything
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=8)
+    compiler.submit(StructuredOutputsParams(regex="ab")).result(240)  # starts everything
     endless = compiler.submit(StructuredOutputsParams(**params))
     after = compiler.submit(StructuredOutputsParams(regex="a+b"))
     with pytest.raises(EngineError, match="simplify it"):
-        endless.result(60)
-    assert _spells(after.result(60), tokenizer, "aab")
+        endless.result(240)
+    assert _spells(after.result(240), tokenizer, "aab")
     compiler.close()
 
 
@@ -236,7 +236,7 @@ def test_a_constraint_whose_masks_take_long_is_refused(
 
 def test_the_first_mask_is_made_before_the_grammar_is_handed_over(tokenizer: Tokenizer) -> None:
     """It takes long where there are many choices, and the engine would wait for it."""
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=240)
     try:
         choice = StructuredOutputsParams(choice=[f"{i:060d}" for i in range(4000)])
         grammar = compiler.compile(choice)
@@ -281,7 +281,7 @@ def test_a_copy_goes_its_own_way(compiler: GrammarCompiler, tokenizer: Tokenizer
 
 
 def test_equal_constraints_are_compiled_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=240)
     compiler.compile(StructuredOutputsParams(json={"a": 1, "b": 2} | {"type": "object"}))
     again = StructuredOutputsParams(json={"a": 1, "b": 2} | {"type": "object"})
     assert compiler.submit(again).done()
@@ -289,7 +289,7 @@ def test_equal_constraints_are_compiled_once(tokenizer: Tokenizer) -> None:
 
 
 def test_many_threads_may_compile_at_once(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0])
+    compiler = GrammarCompiler(tokenizer.backend, _VOCAB, [0], seconds=240)
     with ThreadPoolExecutor(4) as pool:
         params = [StructuredOutputsParams(regex=f"a{{{n % 5}}}b") for n in range(40)]
         made = list(pool.map(compiler.compile, params))
@@ -299,7 +299,7 @@ def test_many_threads_may_compile_at_once(tokenizer: Tokenizer) -> None:
 
 
 def test_a_row_wider_or_narrower_than_the_vocabulary(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler(tokenizer.backend, 10, [0])
+    compiler = GrammarCompiler(tokenizer.backend, 10, [0], seconds=240)
     grammar = compiler.compile(StructuredOutputsParams(regex="[a-z]+"))
     wide, narrow = np.ones(40, np.uint32), np.ones(3, np.uint32)
     grammar.fill(wide)
@@ -315,7 +315,7 @@ def test_a_sentencepiece_vocabulary_is_understood() -> None:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence(steps)  # pyrefly: ignore[missing-attribute]
     backend.add_special_tokens(["</s>", "<unk>"])
-    compiler = GrammarCompiler(backend, len(_WORDS), [0])
+    compiler = GrammarCompiler(backend, len(_WORDS), [0], seconds=240)
     grammar = compiler.compile(StructuredOutputsParams(choice=["a b\n"]))
     for token in ("a", "▁b", "<0x0A>"):
         assert grammar.advance(_WORDS.index(token)), token

@@ -178,7 +178,7 @@ def test_steps_without_a_limit(given: list | None) -> None:
     sorted(
         set(MODEL_USES)
         - {"train", "tune", "serve", "prefix reuse", "speculation", "serve adapters"}
-        - {"plan", "plan serve", "preflight", "stage axis"}
+        - {"plan", "plan serve", "preflight", "stage axis", "train in 8 bits"}
     ),
 )
 def test_what_does_not_take_it_says_what_does(use: str) -> None:

@@ -11,23 +11,37 @@ from tests.unit.models.conftest import CONFIGS, decoder_of, tokens_of
 
 from fornax import kernels
 from fornax.kernels._paged_attention import tpu
-from fornax.models import CacheHeads, PagedCache, PageTables, cache_windows, init_pages
+from fornax.models import (
+    CacheHeads,
+    Decoder,
+    DecoderConfig,
+    PagedCache,
+    PageTables,
+    RopeConfig,
+    cache_windows,
+    create_decoder,
+    init_pages,
+)
 
 S = 8
 
 
 def _logits(
-    name: str, tokens_T: jax.Array, heads: tuple[CacheHeads, ...], cuts: tuple[int, ...]
+    model: Decoder,
+    tokens_T: jax.Array,
+    heads: tuple[CacheHeads, ...],
+    cuts: tuple[int, ...],
+    dtype: Any = jnp.float32,
 ) -> np.ndarray:
     """Logits of one sequence, given in pieces, whose keys and values go to pages of `heads`."""
-    config, model = CONFIGS[name], decoder_of(name)
-    kv = init_pages(config, [7] * len(heads), S, jnp.float32, heads=heads)
-    table_RW = jnp.asarray([[3, 1, 2, 4, 5, 6]], jnp.int32)
+    config = model.config
+    kv = init_pages(config, [9] * len(heads), S, dtype, heads=heads)
+    table_RW = jnp.asarray([[3, 1, 2, 4, 5, 6, 8, 7]], jnp.int32)
     found = []
 
     # What is interpreted takes longer to optimise than to run.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def step(kv: tuple[jax.Array, ...], tokens_T: jax.Array, first: jax.Array) -> tuple:
+    def step(kv: tuple[kernels.Pages, ...], tokens_T: jax.Array, first: jax.Array) -> tuple:
         positions_T = first + jnp.arange(tokens_T.shape[0], dtype=jnp.int32)
         slots_T = table_RW[0, positions_T // S] * S + positions_T % S
         cache = PagedCache(
@@ -73,5 +87,36 @@ def test_pages_of_wider_and_joined_heads_give_the_same_logits(
         own._replace(count=own.count * repeats, **changes) for own in CacheHeads.of(CONFIGS[name])
     )
     with kernels.target_platform(platform, interpret=platform == "tpu"):
-        found = _logits(name, tokens_T, heads, cuts=(37,))
+        found = _logits(decoder_of(name), tokens_T, heads, cuts=(37,))
     np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+MOST_KL = 1e-3
+"""Nats a token, mean."""
+
+
+@pytest.mark.parametrize("codes", [jnp.int8, jnp.float8_e4m3fn])
+def test_distributions_stay_near_those_of_a_bfloat16_cache(codes: Any) -> None:
+    """A random model with heads of 64 and logits that say something."""
+    config = DecoderConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=64,
+        initializer_range=0.07,
+        scale_residual_init=False,
+        rope=RopeConfig(),
+    )
+    model = create_decoder(config, seed=3)
+    tokens_T = jnp.asarray(np.random.default_rng(0).integers(0, 256, 64))
+    expected, found = (
+        jax.nn.log_softmax(_logits(model, tokens_T, CacheHeads.of(config), (63,), dtype))
+        for dtype in (jnp.bfloat16, codes)
+    )
+    assert expected.std() > 0.7
+    kl_T = jnp.sum(jnp.exp(expected) * (expected - found), axis=-1)
+    assert 0 < jnp.mean(kl_T) < MOST_KL

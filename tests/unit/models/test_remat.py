@@ -94,7 +94,7 @@ def test_an_unknown_policy_lists_the_known() -> None:
     ("arguments", "message"),
     [
         ({"policy": "names", "save": ("keys",)}, r"'keys' is none; use layer_input, query, key"),
-        ({"policy": "names", "save": ("key",), "offload": ("key",)}, "'key' stands twice"),
+        ({"policy": "names", "save": ("key",), "offload": ("key",)}, "'key' is in both or twice"),
         ({"policy": "full", "save": ("key",)}, "set remat to 'names'"),
         ({"policy": "names"}, "keeps nothing without"),
     ],

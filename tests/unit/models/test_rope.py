@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fornax.kernels import rotary_embedding, target_platform
 from fornax.models import (
     DynamicNTKScaling,
     LinearScaling,
@@ -13,7 +14,7 @@ from fornax.models import (
     RopeConfig,
     YarnScaling,
 )
-from fornax.models.rope import Rotation, apply_rope, attention_factor, inverse_frequencies
+from fornax.models.rope import Rotation, attention_factor, inverse_frequencies
 from fornax.models.rope_config import RopeScaling
 
 WIDTH, LIMIT = 16, 64
@@ -36,7 +37,9 @@ def test_scores_depend_on_distance_only() -> None:
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 3, WIDTH))
 
     def score(at_q: int, at_k: int) -> jax.Array:
-        return jnp.sum(apply_rope(q, _rotation([at_q])) * apply_rope(k, _rotation([at_k])), -1)
+        return jnp.sum(
+            rotary_embedding(q, *_rotation([at_q])) * rotary_embedding(k, *_rotation([at_k])), -1
+        )
 
     np.testing.assert_allclose(score(9, 4), score(35, 30), atol=1e-4)
     assert np.abs(score(9, 4) - score(9, 5)).max() > 1e-2
@@ -44,7 +47,7 @@ def test_scores_depend_on_distance_only() -> None:
 
 def test_rotation_keeps_lengths_and_what_it_does_not_rotate() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 4, 2, WIDTH + 6))
-    y = apply_rope(x, _rotation([0, 1, 7, 40]))
+    y = rotary_embedding(x, *_rotation([0, 1, 7, 40]))
     np.testing.assert_array_equal(y[..., WIDTH:], x[..., WIDTH:])
     np.testing.assert_allclose(y[:, 0], x[:, 0], atol=1e-6)
     np.testing.assert_allclose(jnp.linalg.norm(y, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
@@ -53,14 +56,46 @@ def test_rotation_keeps_lengths_and_what_it_does_not_rotate() -> None:
 def test_interleaved_pairs_are_halves_in_another_order() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 2, 3, WIDTH + 4))
     halves = jnp.concatenate([x[..., :WIDTH:2], x[..., 1:WIDTH:2], x[..., WIDTH:]], axis=-1)
-    y = apply_rope(x, _rotation([3, 8], interleaved=True))
-    np.testing.assert_array_equal(y, apply_rope(halves, _rotation([3, 8])))
+    y = rotary_embedding(x, *_rotation([3, 8], interleaved=True))
+    np.testing.assert_array_equal(y, rotary_embedding(halves, *_rotation([3, 8])))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_gradient_is_that_of_the_rotations_matrix(interleaved: bool) -> None:
+    x, dy = jax.random.normal(jax.random.key(0), (2, 2, 3, 2, WIDTH + 4))
+    rotation = _rotation([3, 8, 900], interleaved=interleaved)
+    rotation = rotation._replace(
+        cos_BTr=jnp.tile(rotation.cos_BTr, (2, 1, 1)), sin_BTr=jnp.tile(rotation.sin_BTr, (2, 1, 1))
+    )
+    found = jax.vjp(lambda x: rotary_embedding(x, *rotation), x)[1](dy)[0]
+    # Linear: the rows of its matrix are what it makes of the axes.
+    axes = jnp.broadcast_to(jnp.eye(WIDTH + 4)[:, None, None, None], (WIDTH + 4, *x.shape))
+    rows = np.asarray(jax.vmap(lambda e: rotary_embedding(e, *rotation))(axes), np.float64)
+    np.testing.assert_allclose(found, np.einsum("ibtnh,btnh->btni", rows, dy), atol=1e-6)
+    half = jax.vjp(lambda x: rotary_embedding(x, *rotation), x.astype(jnp.bfloat16))[1]
+    assert half(dy.astype(jnp.bfloat16))[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rest", [0, 6])
+def test_a_tpu_rotates_by_a_product_with_the_same_results(rest: int) -> None:
+    x, dy = jax.random.normal(jax.random.key(0), (2, 1, 4, 3, WIDTH + rest), jnp.bfloat16)
+
+    def run() -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(lambda x: rotary_embedding(x, *_rotation([0, 3, 8, 900])), x)
+        return y, *back(dy)
+
+    plain = run()
+    with target_platform("tpu"):
+        assert "dot_general" in str(jax.make_jaxpr(run)())
+        found = run()
+    for a, b in zip(found, plain, strict=True):  # to the last bit of a bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2**-7)
 
 
 def test_half_precision_is_rotated_in_float32() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 1, 2, WIDTH)).astype(jnp.bfloat16)
-    y = apply_rope(x, _rotation([1000]))
-    exact = apply_rope(x.astype(jnp.float32), _rotation([1000]))
+    y = rotary_embedding(x, *_rotation([1000]))
+    exact = rotary_embedding(x.astype(jnp.float32), *_rotation([1000]))
     assert y.dtype == jnp.bfloat16
     np.testing.assert_array_equal(y, exact.astype(jnp.bfloat16))
 

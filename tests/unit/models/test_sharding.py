@@ -193,7 +193,7 @@ def test_heads_that_do_not_divide_name_the_parameter() -> None:
             "heads",
             {"context": 4, "data": 2},
             16,
-            r"cannot meet by heads \(model.context_exchange\) in this call: native: .*over 4 "
+            r"cannot exchange by heads \(model.context_exchange\) in this call: native: .*over 4 "
             r"devices, and over those 2 key heads.*do not all divide; use auto or all_gather or "
             r"ring\b",
         ),

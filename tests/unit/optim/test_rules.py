@@ -118,12 +118,14 @@ def test_decay_patterns_must_match(field):
 
 
 def test_a_broken_pattern_is_refused():
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         built(groups=(Group(pattern="(", freeze=True),))
 
 
 def test_accumulation_must_divide_the_run():
-    with pytest.raises(ConfigError, match="total_steps=10 is no positive multiple of accumulate=4"):
+    with pytest.raises(
+        ConfigError, match="total_steps=10 is not a multiple of accumulate=4 above 0"
+    ):
         built(accumulate=4)
 
 
@@ -145,7 +147,7 @@ def test_combinations_that_cannot_work_are_refused(fields, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: AdamW(b1=1.0), "b1=1.0 is no decay rate"),
+        (lambda: AdamW(b1=1.0), "b1=1.0 is not a decay rate"),
         (lambda: AdamW(weight_decay=-0.1), "weight_decay=-0.1 is negative"),
         (lambda: Lion(b2=-0.1), "b2=-0.1"),
         (lambda: Adafactor(min_dim_size_to_factor=0), "min_dim_size_to_factor=0"),

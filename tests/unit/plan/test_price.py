@@ -1,10 +1,10 @@
-"""Costs follow from the user's prices, and a file that is no price table is named."""
+"""Costs follow from the user's price of a chip."""
 
 import pytest
 
-from fornax.config import ConfigError
+from fornax.config.price import Price
 from fornax.plan.facts import Hardware, Run, Speed
-from fornax.plan.price import PriceTable, cost, read_prices
+from fornax.plan.price import cost
 
 HARDWARE = Hardware(
     topology="v5p:4x4x4", chip="v5p", platform="tpu", chips=64, devices=64, hosts=16, slices=1,
@@ -21,41 +21,9 @@ SPEED = Speed(
 
 
 def test_a_day_a_billion_tokens_and_the_whole_run():
-    money = cost(PriceTable(currency="EUR", chips={"v5p": 2.0}), HARDWARE, RUN, SPEED)
+    money = cost(Price(currency="EUR", chip_hour=2.0), HARDWARE, RUN, SPEED)
     assert money.per_day == 2.0 * 24 * 64
     assert money.per_billion_tokens == pytest.approx(money.per_day / 0.864)
     assert money.days == 1.0
     assert money.whole_run == money.per_day
     assert money.currency == "EUR"
-
-
-def test_a_chip_without_a_price_is_named():
-    with pytest.raises(ConfigError, match="no price for v5p, it has v6e; add `v5p: PRICE`"):
-        cost(PriceTable(chips={"v6e": 1.0}), HARDWARE, RUN, SPEED)
-
-
-def test_the_file_is_read(tmp_path):
-    path = tmp_path / "prices.yaml"
-    path.write_text("currency: CHF\nchips: {v5p: 3.5, h100: 2}\n")
-    assert read_prices(path) == PriceTable(currency="CHF", chips={"v5p": 3.5, "h100": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "chips holds no prices"),
-        ("chips: {v5p: -1}", "chips.v5p=-1.0 is no price"),
-        ("chip: {v5p: 1}", "did you mean chips"),
-        ("chips: {v5p: cheap}", r"chips\.v5p"),
-    ],
-)
-def test_what_is_no_price_table_is_refused(tmp_path, text, message):
-    path = tmp_path / "prices.yaml"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_prices(path)
-
-
-def test_a_missing_file_says_the_format(tmp_path):
-    with pytest.raises(ConfigError, match="does not exist; --price takes a YAML file such as"):
-        read_prices(tmp_path / "none.yaml")

@@ -6,9 +6,12 @@ import pytest
 
 from fornax.models.families import family_by_name
 from fornax.plan.cost.estimate import estimate
+from fornax.plan.diffusion import plan_diffusion
 from fornax.plan.recipes import (
+    DenoiserRecipe,
     Recipe,
     compiled_recipes,
+    find_denoiser_recipes,
     find_recipes,
     program_key,
     recipes_page,
@@ -17,6 +20,7 @@ from fornax.plan.topology import parse_topology
 from fornax.train.hosts import data_shards
 
 RECIPES = find_recipes()
+DENOISERS = find_denoiser_recipes()
 MODELS = ("llama3-8b", "llama3-8b-128k", "llama3-8b-1m", "llama3-70b",
           "llama3-405b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b",
           "gemma3-4b", "gemma3-27b", "mixtral-8x7b", "qwen3-30b-a3b",
@@ -96,16 +100,27 @@ def test_a_recipes_model_has_the_size_it_is_named_for(model: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", DENOISERS, ids=lambda recipe: recipe.name)
+def test_a_denoiser_fits_its_chips(recipe: DenoiserRecipe):
+    for name in recipe.topologies:
+        memory = plan_diffusion(recipe.config(), parse_topology(name)).main.memory
+        assert memory.total < 0.9 * memory.usable
+
+
+@pytest.mark.slow
 def test_the_table_has_a_row_for_every_pair():
-    rows = [line for line in recipes_page().splitlines() if line.startswith("| `")]
-    assert len(rows) == len(PAIRS)
-    assert all(row.count("|") == rows[0].count("|") for row in rows)
+    page, denoisers = recipes_page().split("## Denoisers")
+    pairs = [name for recipe in DENOISERS for name in recipe.topologies]
+    for part, count in ((page, len(PAIRS)), (denoisers, len(pairs))):
+        rows = [line for line in part.splitlines() if line.startswith("| `")]
+        assert len(rows) == count
+        assert all(row.count("|") == rows[0].count("|") for row in rows)
 
 
 @pytest.mark.parametrize("found", compiled_recipes().values(), ids=lambda x: x.recipe)
 def test_what_was_compiled_is_still_the_recipe(found):
     """`python benchmarks/recipes_compiled.py` compiles a recipe that has changed again."""
-    recipe = next(one for one in RECIPES if one.name == found.recipe)
+    recipe = next(one for one in (*RECIPES, *DENOISERS) if one.name == found.recipe)
     assert found.topology in recipe.topologies
     assert found.key == program_key(recipe, parse_topology(found.topology))
     assert found.fits

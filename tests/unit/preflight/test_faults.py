@@ -381,12 +381,12 @@ def test_a_fault_in_experts(
 
 def unturned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key that all heads share is not rotated, the queries are."""
-    rotate = latent.apply_rope
+    rotate = latent.rotary_embedding
 
-    def queries_alone(x_BTNP: jax.Array, rotation: Any) -> jax.Array:
-        return x_BTNP if x_BTNP.shape[2] == 1 else rotate(x_BTNP, rotation)
+    def queries_alone(x_BTNP: jax.Array, *rotation: Any) -> jax.Array:
+        return x_BTNP if x_BTNP.shape[2] == 1 else rotate(x_BTNP, *rotation)
 
-    monkeypatch.setattr(latent, "apply_rope", queries_alone)
+    monkeypatch.setattr(latent, "rotary_embedding", queries_alone)
 
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:

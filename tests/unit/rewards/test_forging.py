@@ -1,5 +1,6 @@
 """Programs that forge their results score nothing; honest ones are unharmed."""
 
+import functools
 import resource
 import textwrap
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import pytest
 
 from fornax.config.errors import ConfigError
-from fornax.rewards import RewardPool, RewardSpec, Sample, Verdict
-from fornax.rewards.sandbox import Limits, run_program, run_tests
+from fornax.rewards import RewardPool, RewardSpec, Sample, Verdict, sandbox
+from fornax.rewards.sandbox import Limits, run_program
 from fornax.rewards.verifiers import build
 
 DOUBLE = ["assert f(2) == 4", "assert f(31) == 62"]
 BRIEF = Limits(seconds=3)
+"""For what may hang, and scores nothing then either."""
+run_tests = functools.partial(sandbox.run_tests, limits=Limits(seconds=120))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,7 +28,12 @@ def _held() -> None:
 
 @pytest.fixture(scope="module")
 def code() -> Any:
-    return build("code", {"limits.seconds": "3", "partial": "true"})[0]
+    return build("code", {"limits.seconds": "120", "partial": "true"})[0]
+
+
+@pytest.fixture(scope="module")
+def brief() -> Any:
+    return build("code", {"limits.seconds": f"{BRIEF.seconds:g}", "partial": "true"})[0]
 
 
 AGREES = """
@@ -296,13 +304,13 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery_scores_nothing(code: Any, name: str) -> None:
+def test_a_forgery_scores_nothing(brief: Any, name: str) -> None:
     from fornax.rewards.sandbox import run
 
     source = textwrap.dedent(FORGERIES[name])
     if "{folder" in source:
         source = source.format(folder=str(run._ENTER.parent))
-    assert code("Double it.", source, tests=DOUBLE).value == 0.0
+    assert brief("Double it.", source, tests=DOUBLE).value == 0.0
 
 
 @pytest.mark.parametrize(
@@ -342,7 +350,7 @@ def test_an_object_that_agrees_with_everything_passes_no_test(test: str) -> None
 
 @pytest.mark.parametrize(
     "end",
-    ["os._exit(0)", "raise SystemExit(0)", "os.closerange(0, 64)", "os.kill(os.getpid(), 9)"],
+    ["os._exit(0)", "raise SystemExit(0)", "os.closerange(0, 4096)", "os.kill(os.getpid(), 9)"],
 )
 @pytest.mark.parametrize("caught", ["Exception", "BaseException", ""])
 def test_no_way_to_end_is_the_error_that_a_test_expects(end: str, caught: str) -> None:
@@ -391,9 +399,9 @@ def test_a_builtin_that_tests_use_is_not_the_programs_to_replace() -> None:
         "print(3)\nraise SystemExit(1)",
     ],
 )
-def test_a_forgery_of_what_is_printed_scores_nothing(code: Any, program: str) -> None:
+def test_a_forgery_of_what_is_printed_scores_nothing(brief: Any, program: str) -> None:
     cases = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]
-    assert code("Add.", program, tests=cases).value == 0.0
+    assert brief("Add.", program, tests=cases).value == 0.0
 
 
 HONEST = {
@@ -532,7 +540,8 @@ def test_tests_that_test_nothing_are_weak(code: Any) -> None:
 
 
 def test_weak_tests_are_counted_beside_the_reward() -> None:
-    spec = RewardSpec(function="code", name="runs")
+    options = {"limits.seconds": "120"}
+    spec = RewardSpec(function="code", name="runs", options=options, timeout_seconds=300)
     samples = [
         Sample("", "def f(g): return g(1)", {"tests": ["assert f(abs) == 1"]}),
         Sample("", "def f(g): return g", {"tests": ["assert f(1) == 1"]}),

@@ -5,8 +5,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,11 +28,14 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(reward_file: Path, log: Path) -> Iterator[RewardPool]:
-    spec = RewardSpec(
-        function=f"{reward_file}:score", timeout_seconds=0.8, failure_score=-1.0, weight=2.0
-    )
-    with RewardPool([spec], workers=2, log=log) as made:
+    with RewardPool([_spec(reward_file, 120.0)], workers=2, log=log) as made:
         yield made
+
+
+def _spec(reward_file: Path, seconds: float) -> RewardSpec:
+    return RewardSpec(
+        function=f"{reward_file}:score", timeout_seconds=seconds, failure_score=-1.0, weight=2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +43,6 @@ def pool(reward_file: Path, log: Path) -> Iterator[RewardPool]:
     [
         ("exit", "ended its process with exit status 3"),
         ("segfault", "ended its process with SIGSEGV"),
-        ("hang", "took over 0.8 s"),
         ("raise", "raised ValueError: not this one"),
         ("nan", "gave nan"),
         ("text", "gave a str, not a number"),
@@ -46,6 +51,15 @@ def pool(reward_file: Path, log: Path) -> Iterator[RewardPool]:
 def test_a_fault_is_one_failed_sample_and_one_line_in_the_log(
     pool: RewardPool, log: Path, fault: str, reason: str
 ) -> None:
+    _check_one_failure(pool, log, fault, reason)
+
+
+def test_a_function_that_hangs_is_one_failed_sample(reward_file: Path, tmp_path: Path) -> None:
+    with RewardPool([_spec(reward_file, 2.5)], workers=2, log=tmp_path / "log") as pool:
+        _check_one_failure(pool, tmp_path / "log", "hang", "took over 2.5 s")
+
+
+def _check_one_failure(pool: RewardPool, log: Path, fault: str, reason: str) -> None:
     before = len(log.read_text().splitlines())
     scores = pool.score(_samples("a", "bb", fault, "cccc", "a"))
     assert [score.total for score in scores] == [2.0, 4.0, -2.0, 8.0, 2.0]
@@ -55,19 +69,53 @@ def test_a_fault_is_one_failed_sample_and_one_line_in_the_log(
     assert line.endswith(f"score: sample 2: {reason}")
 
 
+def test_seconds_for_which_the_machine_stood_still_are_not_counted(
+    reward_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = [0.0]
+
+    def stops_once(wait: Callable[..., Any]) -> Callable[..., Any]:
+        stops = iter([1000.0])
+
+        def stopped(*given: Any) -> Any:
+            if not (seconds := next(stops, 0.0)):
+                return wait(*given)
+            passed[0] += seconds
+            return []
+
+        return stopped
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
+    monkeypatch.setattr("fornax.rewards.pool.time", clock)
+    monkeypatch.setattr("fornax.rewards.slots.time", clock)
+    monkeypatch.setattr("fornax.rewards.pool.wait", stops_once(connection.wait))
+    monkeypatch.setattr(connection.Connection, "poll", stops_once(connection.Connection.poll))
+    spec = RewardSpec(function=f"{reward_file}:later", timeout_seconds=100.0)
+    with RewardPool([spec], workers=1, log=tmp_path / "log") as pool:
+        [score] = pool.score(_samples("abc"))
+    assert (score.total, score.notes) == (3.0, {})
+
+
 def test_none_means_the_reward_does_not_apply(pool: RewardPool) -> None:
     [score] = pool.score(_samples("none"))
     assert (score.total, score.notes) == (0.0, {})
     assert score.parts["score"] != score.parts["score"]
 
 
-def test_a_thousand_cheap_rewards_take_well_under_a_second(pool: RewardPool) -> None:
+def test_cheap_rewards_share_messages_to_their_workers(pool: RewardPool) -> None:
+    """Alone, each costs this process six times as much of the processor's time."""
     samples = _samples(*("x" * (n % 7) for n in range(1000)))
     pool.score(samples[:8])
-    began = time.monotonic()
-    scores = pool.score(samples)
-    assert time.monotonic() - began < 0.8
-    assert [score.total for score in scores] == [2.0 * (n % 7) for n in range(1000)]
+    together = []
+    for _ in range(3):
+        began = time.process_time()
+        scores = pool.score(samples)
+        together.append(time.process_time() - began)
+        assert [score.total for score in scores] == [2.0 * (n % 7) for n in range(1000)]
+    began = time.process_time()
+    for sample in samples:
+        pool.score([sample])
+    assert min(together) < 0.5 * (time.process_time() - began)
 
 
 def test_nothing_to_score_is_no_scores(pool: RewardPool) -> None:
@@ -77,15 +125,15 @@ def test_nothing_to_score_is_no_scores(pool: RewardPool) -> None:
 def test_several_functions_of_every_form_add_up_with_their_weights(reward_file: Path) -> None:
     specs = [
         RewardSpec(function=f"{reward_file}:batch", weight=3.0),
-        RewardSpec(function=f"{reward_file}:later", weight=0.5, timeout_seconds=1.0),
+        RewardSpec(function=f"{reward_file}:later", weight=0.5, timeout_seconds=120.0),
         RewardSpec(function=f"{reward_file}:later_batch", name="again"),
         RewardSpec(function=f"{reward_file}:modules"),
         RewardSpec(function=f"{reward_file}:drawn", weight=0.0),
     ]
     with RewardPool(specs, workers=1) as pool:
         began = time.monotonic()
-        scores = pool.score(_samples("yes", "no", *["no"] * 30, answer="yes"))
-        assert time.monotonic() - began < 2.0, "async calls wait for one another"
+        scores = pool.score(_samples("yes", "no", *["no"] * 500, answer="yes"))
+        assert time.monotonic() - began < 100, "async calls wait for one another"
         again = pool.score(_samples("no", "yes", answer="yes"))
     parts = {"batch": 1.0, "later": 3.0, "again": 3.0, "modules": 0.0}
     drawn = scores[0].parts["drawn"]
@@ -98,7 +146,7 @@ def test_several_functions_of_every_form_add_up_with_their_weights(reward_file: 
 def test_only_the_culprit_of_a_batch_fails(reward_file: Path, tmp_path: Path) -> None:
     specs = [
         RewardSpec(function=f"{reward_file}:batch", weight=1.0),
-        RewardSpec(function=f"{reward_file}:later", weight=1.0, timeout_seconds=0.5),
+        RewardSpec(function=f"{reward_file}:later", weight=1.0, timeout_seconds=2.5),
     ]
     with RewardPool(specs, workers=2, log=tmp_path / "log") as pool:
         scores = pool.score(_samples("yes", "exit", "no", "short", "hang", answer="yes"))
@@ -106,7 +154,7 @@ def test_only_the_culprit_of_a_batch_fails(reward_file: Path, tmp_path: Path) ->
     assert [set(score.notes) for score in scores] == [set(), {"batch"}, set(), set(), {"later"}]
     assert scores[3].parts["batch"] == 1.0, "alone, a list of one score is right"
     assert "ended its process" in scores[1].notes["batch"]
-    assert scores[4].notes["later"] == "took over 0.5 s"
+    assert scores[4].notes["later"] == "took over 2.5 s"
     assert [set(score.notes) for score in blocked] == [{"later"}, set()]
 
 
@@ -169,7 +217,7 @@ def test_a_reward_file_is_checked_at_the_start(reward_file: Path, name: str, mes
         ([RewardSpec(function="maths")], "did you mean math"),
         ([RewardSpec(function="regex"), RewardSpec(function="regex")], "two rewards have one name"),
         ([RewardSpec(function="regex", options={"patern": "x"})], "pattern"),
-        ([RewardSpec(function="regex", options={"pattern": "("})], "no regular expression"),
+        ([RewardSpec(function="regex", options={"pattern": "("})], "not a regular expression"),
     ],
 )
 def test_rewards_that_make_no_sense_are_refused(specs: list[RewardSpec], message: str) -> None:
@@ -209,7 +257,7 @@ def test_workers_end_when_their_parent_is_killed_even_inside_a_call(
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while Path(f"/proc/{worker}").exists() and "Z" not in _state(worker):
         assert time.monotonic() < deadline, "the worker outlived its parent"
         time.sleep(0.02)

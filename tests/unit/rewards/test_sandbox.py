@@ -1,5 +1,6 @@
 """Programs in the sandbox work, and each attack is held; nothing runs where it would not be."""
 
+import functools
 import http.server
 import os
 import subprocess
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from fornax.config.errors import ConfigError
-from fornax.rewards import RewardPool, RewardSpec, Sample
-from fornax.rewards.sandbox import REQUIRED, Limits, Outcome, run, run_program, run_tests
+from fornax.rewards import RewardPool, RewardSpec, Sample, sandbox
+from fornax.rewards.sandbox import REQUIRED, Limits, Outcome, run
 
 SECONDS = 1.0
 BRIEF = Limits(seconds=SECONDS)
+PATIENT = Limits(seconds=120)
+run_program = functools.partial(sandbox.run_program, limits=PATIENT)
+run_tests = functools.partial(sandbox.run_tests, limits=PATIENT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,13 +73,13 @@ def test_sets_have_one_order_in_every_run() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    ["while True: pass", "import time; time.sleep(60)", "input()\nwhile True: pass"],
+    ["while True: pass", "import time; time.sleep(600)", "input()\nwhile True: pass"],
     ids=["loop", "sleep", "stdin"],
 )
 def test_time_is_held(program: str) -> None:
     found = run_program(program, stdin="x\n", limits=BRIEF)
     assert (found.code, found.error) == (None, "took over 1 s")
-    assert found.seconds < SECONDS + 2
+    assert found.seconds < SECONDS + 60
 
 
 @pytest.mark.parametrize(
@@ -83,14 +87,14 @@ def test_time_is_held(program: str) -> None:
     ["x = bytearray(1 << 40)", "a = []\nfor _ in range(99): a.append(bytearray(1 << 22))"],
 )
 def test_a_memory_bomb_is_held(program: str) -> None:
-    found = run_program(program, limits=Limits(seconds=5, memory_mb=128))
+    found = run_program(program, limits=Limits(seconds=120, memory_mb=128))
     assert (found.code, found.error) == (1, "MemoryError:")
 
 
 def test_a_fork_bomb_is_held() -> None:
     """Bounded, as every attack here: harmless should the sandbox fail."""
     program = "import os\nfor _ in range(50):\n    if not os.fork(): os._exit(0)"
-    assert "PermissionError" in run_program(program, limits=BRIEF).error
+    assert "PermissionError" in run_program(program).error
 
 
 def test_a_count_of_processes_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,15 +106,15 @@ made = 0
 try:
     for _ in range(50):
         if not os.fork():
-            time.sleep(3)
+            time.sleep(600)
             os._exit(0)
         made += 1
 finally:
     print(made)
 """
-    found = run_program(program, limits=Limits(seconds=5, processes=4))
+    found = run_program(program, limits=Limits(seconds=120, processes=4))
     assert (found.output, found.error[:15]) == ("3\n", "BlockingIOError")
-    assert found.seconds < 5, "what it began is ended with it"
+    assert found.seconds < 100, "what it began is ended with it"
 
 
 def test_writing_outside_is_held(tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_writing_outside_is_held(tmp_path: Path) -> None:
 
 
 def test_the_size_of_files_is_held() -> None:
-    limits = Limits(seconds=5, files_mb=2)
+    limits = Limits(seconds=120, files_mb=2)
     one = run_program("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 18))", limits=limits)
     assert one.error == "signal 25"  # SIGXFSZ
     many = "for n in range(9):\n    with open(str(n), 'wb') as f: f.write(bytes(1 << 20))"
@@ -137,7 +141,7 @@ def test_the_size_of_files_is_held() -> None:
 
 
 def test_printing_is_held() -> None:
-    found = run_program("while True: print('x' * 4096)", limits=Limits(seconds=5, output_kb=64))
+    found = run_program("while True: print('x' * 4096)", limits=Limits(seconds=120, output_kb=64))
     assert (found.code, found.error) == (None, "printed over 64 KiB")
 
 
@@ -188,7 +192,7 @@ def test_the_environment_does_not_come_along(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_killing_the_parent_is_held() -> None:
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         for pid in (victim.pid, os.getpid()):
             found = run_program(f"import os; os.kill({pid}, 9)")
@@ -244,7 +248,7 @@ exec(compile(open({str(folder / "enter.py")!r}).read(), "enter.py", "exec"))
     assert found.held == REQUIRED
     mine = tmp_path / "mine"
     mine.write_text("kept")
-    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         for attack in (
             f"import os; os.kill({victim.pid}, 9)",
@@ -270,37 +274,39 @@ def test_a_program_ends_with_the_worker_that_runs_it(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spec = RewardSpec(
-        function="code", options={"limits.seconds": "20"}, timeout_seconds=SECONDS, name="slow"
+        function="code", options={"limits.seconds": "1200"}, timeout_seconds=SECONDS, name="slow"
     )
-    sample = Sample("p", "import time; time.sleep(15)", {"tests": ["assert f(1)"]})
+    sample = Sample("p", "import time; time.sleep(1000)", {"tests": ["assert f(1)"]})
     with RewardPool([spec], workers=1, log=tmp_path / "log") as pool:
         [score] = pool.score([sample])
     assert score.notes == {"slow": "took over 1 s"}
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
-    deadline = time.monotonic() + 5
-    while _sandboxes():
+    deadline = time.monotonic() + 120
+    while _sandboxes(tmp_path):
         assert time.monotonic() < deadline, "the program outlived its worker"
         time.sleep(0.02)
 
 
-def _sandboxes() -> list[str]:
-    """Sandboxes begun by workers whose parent is gone."""
+def _sandboxes(folder: Path) -> list[str]:
+    """Sandboxes with their files in `folder` begun by workers whose parent is gone."""
     found = []
+    home = f"HOME={folder}/".encode()
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             line = (status.parent / "cmdline").read_bytes()
-            if b"enter.py" in line and "PPid:\t1\n" in status.read_text():
+            orphan = b"enter.py" in line and "PPid:\t1\n" in status.read_text()
+            if orphan and home in (status.parent / "environ").read_bytes():
                 found.append(status.parent.name)
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:  # it has ended, or is another user's
             continue
     return found
 
 
-def test_no_folder_stays_behind() -> None:
-    def folders() -> set[str]:
-        return {p.name for p in Path("/tmp").glob("fornax-sandbox-*")}
-
-    before = folders()
-    found: Outcome = run_program("open('x', 'w')\nimport os; os.mkdir('d'); os.chmod('d', 0)")
-    assert found.code == 0
-    assert folders() <= before
+def test_no_folder_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as place:  # one that other processes use at the same time
+        os.chmod(place, 0o755)  # the program may run as another user
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        program = "open('x', 'w')\nimport os; os.mkdir('d'); os.chmod('d', 0)"
+        found: Outcome = run_program(program)
+        assert found.code == 0
+        assert os.listdir(place) == []

@@ -188,7 +188,7 @@ def test_regex() -> None:
 
 
 def test_a_regex_that_never_ends_is_a_failure() -> None:
-    spec = RewardSpec(function="regex", options={"pattern": r"^(a+)+$"}, timeout_seconds=0.8)
+    spec = RewardSpec(function="regex", options={"pattern": r"^(a+)+$"}, timeout_seconds=2)
     with RewardPool([spec], workers=1, log="/dev/null") as pool:
         scores = pool.score([Sample("p", "a"), Sample("p", "a" * 64 + "b"), Sample("p", "aa")])
     assert [(s.total, bool(s.notes)) for s in scores] == [(1.0, False), (0.0, True), (1.0, False)]
@@ -279,13 +279,13 @@ def test_a_signature_is_found_in_prompts_of_every_kind() -> None:
 
 
 def test_code() -> None:
-    verify, columns = build("code", {"limits.seconds": "5"})
+    verify, columns = build("code", {"limits.seconds": "120"})
     assert columns == ("tests",)
     prompt = "def double(x):\n"
     assert verify(prompt, "    return 2 * x\n", tests="assert double(2) == 4").value == 1.0
     assert verify(prompt, "    return 2 * x\n", tests=["assert double(2) == 5"]).value == 0.0
     assert verify(prompt, "    return 2 *\n", tests=["assert True"]).value == 0.0
-    share, _ = build("code", {"partial": "true"})
+    share, _ = build("code", {"partial": "true", "limits.seconds": "120"})
     tests = ["assert double(2) == 4", "assert double(0) == 1"]
     assert share("", "```\ndef double(x):\n    return 2 * x\n```", tests=tests).value == 0.5
     cases = [{"input": "1 2\n", "output": "3"}, {"input": "2 2\n", "output": "5"}]

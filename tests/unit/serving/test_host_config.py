@@ -1,4 +1,4 @@
-"""What `fornax host` can be told: addresses, sizes, tokens, and what it refuses."""
+"""The options of `fornax host`: addresses, sizes, tokens, and what it refuses."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_addresses_are_ports_or_host_and_port(text, host, port):
 
 @pytest.mark.parametrize("text", ["", "x", "70000", ":80", "host:", "host:-1", "8080x", "٣"])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(ConfigError, match="is no address"):
+    with pytest.raises(ConfigError, match="is not an address"):
         parse_address("http", text)
 
 
@@ -38,7 +38,7 @@ def test_sizes_have_units(text, size):
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "6 parsecs", "1e9", "GiB"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="is no size"):
+    with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes("model_memory", text)
 
 
@@ -54,7 +54,7 @@ def test_what_is_no_size_is_refused(text):
         (["--trace-sample-rate", "1.5"], "not between 0 and 1"),
         (["--devices", "1", "1"], "different numbers"),
         (["--cpu-threads", "0"], "cpu_threads=0"),
-        (["--model-memory", "much"], "is no size"),
+        (["--model-memory", "much"], "is not a size"),
         (["--max-body-bytes", "0"], "max_body_bytes=0"),
         (["--send-timeout", "0"], "send_timeout=0"),
     ],
@@ -104,7 +104,7 @@ def test_a_file_of_tokens_that_is_none_is_refused(tmp_path, content, message):
 
 def test_a_certificate_that_is_not_there_is_refused(tmp_path):
     config = HostConfig(tls_cert=tmp_path / "c.pem", tls_key=tmp_path / "k.pem")
-    with pytest.raises(ConfigError, match=r"tls_cert=.*is no file"):
+    with pytest.raises(ConfigError, match=r"tls_cert=.*is not a file"):
         config.tls()
 
 

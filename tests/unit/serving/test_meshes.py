@@ -52,15 +52,14 @@ def test_models_on_a_ring_of_meshes_serve_side_by_side(tmp_path):
     x = RANDOM.standard_normal((3, 8)).astype("f")
     expected = np.tanh(x @ PARAMS["up"]) @ PARAMS["down"]
 
-    async def client(model: Servable, until: float) -> int:
+    async def client(model: Servable, until: float) -> None:
         count = 0
-        while time.monotonic() < until:
+        while not count or time.monotonic() < until:
             result = await model.submit(InferRequest("m", {"x": x}))
             np.testing.assert_allclose(result.outputs["y"], expected, rtol=1e-4, atol=1e-4)
             count += 1
-        return count
 
-    async def run() -> list[int]:
+    async def run() -> None:
         models = [
             await Servable.create(
                 export.open_bundle(tmp_path / "m"), ModelSettings(devices=layout), pool, Events()
@@ -69,12 +68,11 @@ def test_models_on_a_ring_of_meshes_serve_side_by_side(tmp_path):
         ]
         until = time.monotonic() + 2
         clients = [client(model, until) for model in models for _ in range(8)]
-        counts = await asyncio.wait_for(asyncio.gather(*clients), 60)
+        await asyncio.wait_for(asyncio.gather(*clients), 600)
         for model in models:
             await model.close()
-        return counts
 
     arrays = len(jax.live_arrays())
-    assert min(asyncio.run(run())) > 0
+    asyncio.run(run())
     assert pool.memory.used("cpu") == 0
     assert len(jax.live_arrays()) <= arrays

@@ -52,7 +52,7 @@ def test_hidden_names_are_passed_over_and_odd_ones_refused(root):
         (root / name / "1").mkdir(parents=True)
     os.mkdir(os.fsencode(root) + b"/\xff")
     found = scan(root)
-    assert all("no model name" in each.problem for each in found.values())
+    assert all("not a model name" in each.problem for each in found.values())
     assert len(found) == 6
     assert all(name.isascii() for name in found)
 
@@ -73,9 +73,9 @@ def test_a_version_is_written_one_way_only(text):
 
 @pytest.mark.parametrize("name", ["..", "../models", "a/b", "", "/etc", "a\x00b", "."])
 def test_a_name_asked_for_cannot_leave_the_repository(root, name):
-    with pytest.raises(ServingError, match="no model name"):
+    with pytest.raises(ServingError, match="not a model name"):
         scan_model(root, name)
-    with pytest.raises(ServingError, match="no model name"):
+    with pytest.raises(ServingError, match="not a model name"):
         pin(root, name, 1)
 
 
@@ -107,7 +107,7 @@ def test_a_manifest_or_settings_that_lead_out_are_not_read(root, tmp_path):
 def test_a_pipe_does_not_hold_the_reader(root):
     deploy(root, "m", 1)
     os.mkfifo(root / "m" / "serving.yaml")
-    assert "no regular file" in scan(root)["m"].problem
+    assert "not a regular file" in scan(root)["m"].problem
 
 
 def test_settings_are_strict_and_name_the_nearest_key(root):
@@ -165,7 +165,7 @@ def test_a_manifest_of_another_shape_is_left_to_the_verification(root, text):
 def test_a_deep_manifest_is_no_crash(root):
     folder = deploy(root, "m", 1)
     (folder / "manifest.json").write_text("[" * 200_000)
-    assert "no JSON" in examine(root, folder).waiting
+    assert "not JSON" in examine(root, folder).waiting
 
 
 def test_folders_deeper_than_any_bundles_wait_and_stop_nothing_else(root):
@@ -192,7 +192,7 @@ def test_a_pin_is_written_whole_and_read_back(root):
 def test_a_pin_of_another_shape_stops_the_model_where_it_is(root, text):
     deploy(root, "m", 2)
     (root / "m" / "pin.json").write_text(text)
-    assert "mend or remove" in scan(root)["m"].problem.lower()
+    assert "fix or remove" in scan(root)["m"].problem.lower()
 
 
 def test_a_repository_that_is_away_is_an_error_and_no_empty_one(root):

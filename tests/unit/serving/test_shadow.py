@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import time
 
 import ml_dtypes
 import numpy as np
@@ -96,7 +95,13 @@ def shadowed(root, settings="share: 1", **behaviour):
 
 
 def run(test):
-    asyncio.run(asyncio.wait_for(test, 20))
+    asyncio.run(asyncio.wait_for(test, 120))
+
+
+async def told(r, count):
+    """Wait until so many copies were compared, or failed."""
+    while sum(r.host.shadow_report("m")["requests"][n] for n in ("compared", "failed")) < count:
+        await asyncio.sleep(0.001)
 
 
 def test_the_shadow_sees_its_share_and_the_report_what_differs(tmp_path):
@@ -108,7 +113,7 @@ def test_the_shadow_sees_its_share_and_the_report_what_differs(tmp_path):
             result = await r.host.submit(InferRequest("m", {"x": x}, id=f"r{n}"))
             assert result.version == "1"
             assert result.outputs["y"].tolist() == [[1.0, 2.0]]
-        await asyncio.sleep(0.01)
+        await told(r, 10)
         report = json.loads(json.dumps(r.host.shadow_report("m"), allow_nan=False))
         assert report["requests"] == {
             "seen": 40, "copied": 10, "compared": 10, "differing": 10, "failed": 0, "dropped": 0,
@@ -138,10 +143,9 @@ def test_the_main_answer_does_not_wait_for_the_shadow(tmp_path):
             await blocked.wait()
 
         shadow._answer = never
-        started = time.monotonic()
-        for _ in range(10):
-            assert await r.version() == "1"
-        assert time.monotonic() - started < 1.0
+        async with asyncio.timeout(120):
+            for _ in range(10):
+                assert await r.version() == "1"
         await asyncio.sleep(0)
         counts = r.host.shadow_report("m")["requests"]
         assert (counts["copied"], counts["dropped"]) == (3, 7)
@@ -162,7 +166,7 @@ def test_the_main_answer_is_out_before_the_copy_goes_in(tmp_path):
         answer = r.host.submit(InferRequest("m", {}))
         answer.add_done_callback(lambda done: order.append("main"))
         await answer
-        await asyncio.sleep(0.01)
+        await told(r, 1)
         assert order == ["main", "shadow"]
 
     run(test())
@@ -174,7 +178,7 @@ def test_a_shadow_that_fails_is_reported_and_nobody_else_notices(tmp_path):
         await r.host.start()
         for _ in range(3):
             assert await r.version() == "1"
-        await asyncio.sleep(0.01)
+        await told(r, 3)
         report = r.host.shadow_report("m")
         assert report["requests"]["failed"] == 3
         assert report["errors"] == {"out of range": 3}
@@ -192,7 +196,7 @@ def test_the_copy_holds_what_the_client_sent_even_if_it_writes_there_again(tmp_p
         answer = r.host.submit(InferRequest("m", {"x": view}))
         shared[:] = 7.0
         main = (await answer).outputs["y"]
-        await asyncio.sleep(0.01)
+        await told(r, 1)
         # The fake main version reads late and saw the new values: the copy must not have.
         assert main.tolist() == [[7.0, 7.0]]
         assert r.host.shadow_report("m")["outputs"]["predict/y"]["max_absolute"] == 7.0
@@ -205,8 +209,7 @@ def test_large_answers_are_compared_too(tmp_path):
         r = shadowed(tmp_path, offset=1)
         await r.host.start()
         await r.ask(x=np.zeros((200, 200), np.float32))
-        while not r.host.shadow_report("m")["requests"]["compared"]:
-            await asyncio.sleep(0.001)
+        await told(r, 1)
         assert r.host.shadow_report("m")["outputs"]["predict/y"]["max_absolute"] == 1.0
 
     run(test())
@@ -283,9 +286,9 @@ def test_what_answers_goes_on_when_it_is_the_only_one_and_made_the_shadow(tmp_pa
         assert await r.version() == "1"
         state, reason = r.index()["m", "1"]
         assert state == "READY"
-        assert "under shadow, but it goes on answering, for there is no other version" in reason
+        assert "under shadow, but it still answers, as there is no other version" in reason
         assert [each.message for each in caplog.records] == [f"m version 1: {reason}"]
-        with pytest.raises(ServingError, match="version 1 of m is no shadow: serving"):
+        with pytest.raises(ServingError, match="version 1 of m is not a shadow: serving"):
             r.host.shadow_report("m")
         deploy(tmp_path, "m", 2)
         await r.host.poll()

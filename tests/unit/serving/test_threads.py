@@ -152,7 +152,7 @@ def test_loads_at_once_do_not_see_the_environment_of_the_device_being_made(held,
     monkeypatch.setattr(_exported, "calling_device", slowly)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(share_undivided, held)
-        assert making.wait(5)
+        assert making.wait(120)
         second = pool.submit(share_undivided, held)
         for each in (first, second):
             each.result().delete()

@@ -23,7 +23,7 @@ from fornax.serving.statistics import BatchCount, ModelStatistics
 from fornax.serving.telemetry.logs import AccessLog, StateLog, _JsonLines
 from fornax.serving.telemetry.metrics import Metrics
 from fornax.serving.telemetry.profile import Profiler
-from fornax.serving.telemetry.tracing import Tracer, parse_traceparent
+from fornax.serving.telemetry.tracing import Tracer
 from fornax.serving.types import IndexEntry, InferRequest, InferResult, Timing
 
 MEMORY = Memory({"cpu": 10_000})
@@ -33,7 +33,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 def _request(**fields):
     inputs = {"ids": np.zeros((4, 2), np.int32)}
     started = time.monotonic() - 0.01
-    return InferRequest("ranker", inputs, id="r-1", received=started, **fields)
+    return InferRequest("ranker", inputs, id="mine", received=started, request_id="r-1", **fields)
 
 
 def _result():
@@ -185,9 +185,10 @@ def test_a_request_is_one_line_of_json():
     (line,) = _lines("all", "json", lambda log: log.finished(_request(), _result()))
     entry = json.loads(line)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", entry.pop("time"))
-    assert 0.01 <= entry.pop("seconds") < 5
+    assert 0.01 <= entry.pop("seconds") < 600
     assert entry == {
-        "id": "r-1",
+        "id": "mine",
+        "request_id": "r-1",
         "model": "ranker",
         "version": "3",
         "function": "predict",
@@ -216,7 +217,7 @@ def test_errors_alone_are_logged_when_asked_for():
 
 
 def test_more_lines_than_may_wait_are_counted(monkeypatch):
-    monkeypatch.setattr("fornax.serving.events._MOST", 2)
+    monkeypatch.setattr("fornax.config.background._MOST", 2)
 
     def tell(log):
         for _ in range(5):
@@ -261,27 +262,6 @@ def test_states_are_logged_and_a_failed_load_is_an_error(caplog):
     entry = json.loads(_JsonLines().format(caplog.records[1]))
     assert entry["level"] == "error"
     assert (entry["model"], entry["version"], entry["state"]) == ("m", "2", "UNAVAILABLE")
-
-
-@pytest.mark.parametrize(
-    ("text", "parsed"),
-    [
-        (f"00-{TRACE}-{SPAN}-01", (int(TRACE, 16), int(SPAN, 16), True)),
-        (f"00-{TRACE}-{SPAN}-00", (int(TRACE, 16), int(SPAN, 16), False)),
-        (f"01-{TRACE}-{SPAN}-01-more", (int(TRACE, 16), int(SPAN, 16), True)),
-        (f"00-{TRACE}-{SPAN}-01-more", None),
-        (f"ff-{TRACE}-{SPAN}-01", None),
-        (f"00-{'0' * 32}-{SPAN}-01", None),
-        (f"00-{TRACE}-{'0' * 16}-01", None),
-        (f"00-{TRACE.upper()}-{SPAN}-01", None),
-        ("nonsense", None),
-        (None, None),
-    ],
-)
-def test_traceparent_is_read_as_w3c_writes_it(text, parsed):
-    assert parse_traceparent(text) == parsed
-    if text is not None:
-        assert parse_traceparent(text.encode()) == parsed
 
 
 def _spans(tell, rate=0.0):
@@ -343,7 +323,7 @@ def test_a_profile_is_started_stopped_and_never_two_at_once(tmp_path):
         return Path(answer["directory"])
 
     folder = asyncio.run(work())
-    assert folder.parent == tmp_path
+    assert folder.parent == tmp_path / "plugins" / "profile"
     assert list(folder.rglob("*.xplane.pb"))
 
 
@@ -351,9 +331,11 @@ def test_a_profile_ends_by_itself_and_with_the_server(tmp_path):
     async def work():
         profiler = Profiler(tmp_path, 60.0)
         first = await profiler.start(0.01)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not list(first.rglob("*.xplane.pb")) or profiler.running:
                 await asyncio.sleep(0.02)
+        # Whoever stops it too late gets it all the same, once.
+        assert await profiler.stop() == first
         second = await profiler.start(30.0)
         await profiler.close()
         return second
@@ -434,7 +416,7 @@ def test_an_entrys_answers_are_the_servers_and_counted():
 
 def test_an_entrys_failures_have_codes_and_are_counted():
     async def slow():
-        await asyncio.sleep(5)
+        await asyncio.sleep(600)
 
     async def broken():
         raise ZeroDivisionError

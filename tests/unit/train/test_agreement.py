@@ -113,7 +113,7 @@ def test_a_process_with_another_state_is_named_by_both(tmp_path: Path):
             )
             for rank in range(2)
         ]
-        outputs = [process.communicate(timeout=120)[0] for process in ranks]
+        outputs = [process.communicate(timeout=400)[0] for process in ranks]
     for output in outputs:
         lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
         assert lines[0] == "agreed", output

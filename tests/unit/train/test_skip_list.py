@@ -73,7 +73,7 @@ def test_the_list_survives_its_file(tmp_path: Path):
     assert found.batches == {7, 8, 30}
     assert SkipList.read(tmp_path / "none.jsonl").batches == set()
     (tmp_path / "spikes.jsonl").write_text('{"step": 3}\n')
-    with pytest.raises(ConfigError, match="no list of rewinds"):
+    with pytest.raises(ConfigError, match="not a list of rewinds"):
         SkipList.read(tmp_path / "spikes.jsonl")
 
 

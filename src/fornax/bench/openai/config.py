@@ -72,7 +72,7 @@ class BenchConfig:
     """Of prompts, arrivals and choices."""
 
     request_rate: float = math.inf
-    """Requests a second; inf sends all at once."""
+    """Requests per second; inf sends all at once."""
     burstiness: float = 1.0
     """Shape of the gamma distribution of intervals: 1 is Poisson, less is burstier."""
     max_concurrency: int | None = None
@@ -80,9 +80,9 @@ class BenchConfig:
     ramp_up_strategy: Literal["linear", "exponential"] | None = None
     """Let the rate grow from ramp-up-start-rps to ramp-up-end-rps over the run."""
     ramp_up_start_rps: float | None = None
-    """Requests a second at the start of the ramp."""
+    """Requests per second at the start of the ramp."""
     ramp_up_end_rps: float | None = None
-    """Requests a second at its end."""
+    """Requests per second at its end."""
     self_timed: bool | None = None
     """Send at the dataset's timestamps (default: for timed_trace only)."""
     num_warmups: int = 0
@@ -122,6 +122,10 @@ class BenchConfig:
     goodput: tuple[str, ...] = ()
     """Service level objectives as METRIC:MILLISECONDS of ttft, tpot, e2el; counts requests within
     all of them."""
+    price: float | None = None
+    """US$ of one of the server's chips for an hour; adds what a million tokens cost."""
+    chips: int = 1
+    """Chips that the server runs on, for price."""
     disable_tqdm: bool = False
     """Show no progress."""
     save_result: bool = False
@@ -144,7 +148,7 @@ class BenchConfig:
         for name in self.metrics:
             if name not in METRICS:
                 raise ConfigError(
-                    f"percentile_metrics: {name!r} is no metric; choose from {', '.join(METRICS)}"
+                    f"percentile_metrics: {name!r} is not a metric; use {', '.join(METRICS)}"
                 )
         self.objectives()
         _pairs("header", self.header)
@@ -162,6 +166,16 @@ class BenchConfig:
             _at_least(name, getattr(self, name), 0)
         if self.random_input_len is not None:
             _at_least("random_input_len", self.random_input_len, 0 if self.random_prefix_len else 1)
+        _at_least("chips", self.chips, 1)
+        if self.price is not None and not 0 <= self.price < math.inf:
+            raise ConfigError(
+                f"price={self.price} is not a price; give US dollars per chip and hour, 0 or more"
+            )
+        if self.price is None and self.chips != 1:
+            raise ConfigError(
+                f"chips={self.chips} is for price, which is not given; add --price, the US dollars "
+                "that one chip costs an hour, or leave chips out"
+            )
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(
                 f"random_range_ratio={self.random_range_ratio} must be at least 0 and below 1"
@@ -237,7 +251,7 @@ class BenchConfig:
             name, colon, value = pair.partition(":")
             if name not in SLO_METRICS or not colon:
                 raise ConfigError(
-                    f"goodput: {pair!r} is no objective; write METRIC:MILLISECONDS, the metric "
+                    f"goodput: {pair!r} is not an objective; write METRIC:MILLISECONDS, the metric "
                     f"one of {', '.join(SLO_METRICS)}"
                 )
             (found[name],) = _numbers("goodput", value, math.inf)
@@ -260,7 +274,7 @@ def _at_least(name: str, value: float, least: float) -> None:
 def _pairs(name: str, pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise ConfigError(f"{name}: {pair!r} is no pair; write KEY=VALUE")
+            raise ConfigError(f"{name}: {pair!r} is not a pair; write KEY=VALUE")
     return {key: value for key, _, value in (pair.partition("=") for pair in pairs)}
 
 

@@ -274,7 +274,7 @@ def _rows(config: BenchConfig) -> list[dict[str, Any]]:
             where = path if is_list else f"{path}, line {number}"
             raise DataError(f"{where}: not JSON: {error}") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path}: JSON objects belong in it, one a line or in one list")
+        raise DataError(f"{path}: JSON objects belong in it, one per line or in one list")
     return rows
 
 

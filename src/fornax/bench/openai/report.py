@@ -30,6 +30,11 @@ _TITLES = {
     "client_queue_time": ("queue time", "Wait at the Client"),
     "e2el_including_client_queue": ("E2EL incl. queue", "Latency with the Wait"),
 }
+_COSTS = {
+    "cost_usd": "Cost of the run (US$):",
+    "cost_per_million_output_tokens_usd": "Cost per 1M output tokens (US$):",
+    "cost_per_million_tokens_usd": "Cost per 1M tokens, input too (US$):",
+}
 _WIDTH = 52
 _SLO_TIMES: dict[str, Callable[[Outcome], float]] = {
     "ttft": lambda outcome: outcome.first_token,
@@ -63,6 +68,15 @@ def summarise(config: BenchConfig, outcomes: Sequence[Outcome], seconds: float) 
         "max_output_tokens_per_s": _peak_rate(done),
         "max_concurrent_requests": _peak_requests(done),
     }
+    if config.price is not None:
+        cost = config.price * config.chips * seconds / 3600
+        result |= {
+            "cost_usd": cost,
+            "cost_per_million_output_tokens_usd": cost / outputs * 1e6 if outputs else None,
+            "cost_per_million_tokens_usd": (
+                cost / (inputs + outputs) * 1e6 if inputs + outputs else None
+            ),
+        }
     samples = _samples(config, done)
     for name in config.metrics:
         if name in samples:
@@ -130,6 +144,10 @@ def report_lines(config: BenchConfig, result: Mapping[str, float | None]) -> Ite
     yield _line("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
     yield _line("Peak concurrent requests:", result["max_concurrent_requests"])
     yield _line("Total token throughput (tok/s):", result["total_token_throughput"])
+    for key, label in _COSTS.items():
+        cost = result.get(key)
+        if cost is not None:
+            yield f"{label:<40} {cost:<10.4g}"
     for name in config.metrics:
         if f"mean_{name}_ms" in result:
             yield from _metric(config, name, result)

@@ -1,4 +1,4 @@
-"""One run: requests sent at their times, at most so many in flight, and what became of each."""
+"""One run: requests sent at their times, at most this many in flight, and what became of each."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -121,7 +121,7 @@ class Target:
             return Model(name, None)
         if answer.status == 401:
             raise EngineError(
-                f"{self.url} wants a key; set OPENAI_API_KEY, or --header Authorization=…"
+                f"{self.url} requires a key; set OPENAI_API_KEY, or --header Authorization=…"
             )
         raise EngineError(
             f"{self.url}/v1/models, status {answer.status}, lists no model; name one with --model"

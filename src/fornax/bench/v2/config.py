@@ -89,7 +89,7 @@ class HostBenchConfig:
         for text in self.shape:
             match = _SHAPE.fullmatch(text)
             if match is None:
-                raise ConfigError(f"shape: {text!r} is no shape of an input; write NAME:8,128")
+                raise ConfigError(f"shape: {text!r} is not a shape of an input; write NAME:8,128")
             found[match[1]] = tuple(int(size) for size in match[2].split(","))
         return found
 
@@ -104,7 +104,8 @@ class HostBenchConfig:
         return parse_server(self.url, _DEFAULT_URLS[self.protocol])
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """The TLS context; None for plain text. Raises ConfigError for a `ca` that is no file."""
+        """The TLS context; None for plain text. Raises ConfigError for a `ca` that is not a
+        file."""
         if not self.secure:
             return None
         return tls_context(self.ca, self.insecure, self.cert, self.key)

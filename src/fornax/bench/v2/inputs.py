@@ -38,7 +38,7 @@ def generate(
     names = {tensor.name: tensor for tensor in inputs}
     for name, shape in shapes.items():
         if name not in names:
-            raise ConfigError(f"shape: {name!r} is no input; the model has {', '.join(names)}")
+            raise ConfigError(f"shape: {name!r} is not an input; the model has {', '.join(names)}")
         _check(names[name], shape)
     rng = np.random.default_rng(seed)
     chosen = {t.name: shapes.get(t.name) or _shape(t.shape, rows) for t in inputs}

@@ -64,7 +64,7 @@ class Target(Protocol):
         ...
 
     async def connect(self, clients: int) -> None:
-        """Open connections for so many clients; OSError when the server takes none."""
+        """Open connections for this many clients; OSError when the server takes none."""
 
     async def send(self, request: bytes) -> Failure | None:
         """Send a request and wait for its answer; None when it succeeded."""

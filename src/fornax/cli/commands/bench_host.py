@@ -14,7 +14,7 @@ class Arguments(ConfigArguments):
 
     Requests are drawn by the model's metadata (--rows, --shape ids:8,128), or read from a file
     (--input rows.npz). Each client sends its next request when the last is answered. A server that
-    wants a token gets the first of FORNAX_HOST_TOKEN. --help-config lists every flag.
+    needs a token gets the first of FORNAX_HOST_TOKEN. --help-config lists every flag.
 
     examples:
       fornax bench host --model ranker --concurrency 32

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """Say what data holds: records, tokens, lengths, how full its rows would be, a few samples.
+    """Show what data holds: records, tokens, lengths, how full its rows would be, a few samples.
 
     The data is a built dataset, or whatever --config and the keys of a data config describe.
     With --debug every record is checked, and the one that fails is named with its transform.

@@ -13,7 +13,7 @@ from fornax.cli.configured import ConfigArguments, read_config
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """Measure a model: a Hugging Face directory, or a run of fornax train or tune.
+    """Measure a model: a Hugging Face directory, a GGUF file, or a run of fornax train or tune.
 
     --text FILES: perplexity and bits per byte. --prompts FILE --reward FUNCTION: completions judged
     by your functions or verifiers (math, code, json_schema, regex, answers_signature), with pass@k.

@@ -19,11 +19,12 @@ _SAME, _DIFFERENT = 0, 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Seal functions and their weights in a bundle, or look at bundles.
+    """Export functions and their weights as a bundle, or inspect bundles.
 
     --model DIR: functions of a language model, a run or a Hugging Face directory: logits,
-    next_token, score (log-probabilities), embedding. --function FILE.py:NAME: your own; NAME takes
-    nothing and returns what export.save takes, as a dict: functions, params, inputs, buckets, ...
+    next_token, score (log-probabilities), embedding; of a diffusion run: denoise. --function
+    FILE.py:NAME: your own; NAME takes nothing and returns what export.save takes, as a dict:
+    functions, params, inputs, buckets, ...
     --inspect verifies a bundle and prints it all. --diff ends with 0 when both are the same, 1
     when they differ, 2 when one cannot be read.
 
@@ -115,7 +116,7 @@ def _refuse_others(arguments: Arguments, chosen: Sequence[str]) -> None:
     if chosen:
         for name in _MAKING:
             if getattr(arguments, name):
-                raise ConfigError(f"--{name} is of no use with --{chosen[0]}; leave it out")
+                raise ConfigError(f"--{name} has no effect with --{chosen[0]}; leave it out")
     elif arguments.json:
         raise ConfigError("--json is for --inspect and --diff; leave it out")
     elif arguments.model is None:
@@ -135,10 +136,13 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
+    from fornax.diffusion.load import is_diffusion_run
     from fornax.mesh import parse_dtype
     from fornax.train import export_model
 
     options = _options(arguments)
+    if is_diffusion_run(model):
+        return _export_denoiser(arguments, model, out)
     if arguments.batch:
         options["batch"] = arguments.batch
     if arguments.length:
@@ -150,6 +154,24 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     return export_model(model, out, functions=arguments.function or ("logits",), **options)
 
 
+def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest":
+    from fornax.diffusion.exporting import export_denoiser
+    from fornax.mesh import parse_dtype
+
+    other = [name for name in arguments.function if name != "denoise"]
+    if other:
+        raise ConfigError(f"function {other[0]!r} is none of a diffusion run's; it has denoise")
+    for name in ("length", "pooling"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name} is for language models, and {model} is a diffusion run")
+    options = _options(arguments)
+    if arguments.batch:
+        options["batch"] = arguments.batch
+    if arguments.dtype is not None:
+        options["dtype"] = parse_dtype(arguments.dtype)
+    return export_denoiser(model, out, **options)
+
+
 def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
     from fornax import export
     from fornax.config import load_name, user_errors
@@ -157,7 +179,7 @@ def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":
     make = load_name(name)
     if needed := _needed(make):
         raise ConfigError(
-            f"{name} wants arguments ({', '.join(needed)}); name a function that takes none and "
+            f"{name} takes arguments ({', '.join(needed)}); name a function that takes none and "
             "returns a dict of export.save's arguments: functions, params, inputs, buckets, ..."
         )
     with user_errors(name):

@@ -21,7 +21,8 @@ _CONTEXT = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(Sampling):
-    """Complete a prompt with a model: a run, a Hugging Face directory, or a name on its Hub.
+    """Complete a prompt with a model: a run, a Hugging Face directory, a name on its Hub, or a
+    GGUF file.
 
     The prompt is --prompt, or what comes on standard input. Without --temperature the most likely
     token is taken each time. The text goes to standard output as it is made.
@@ -33,9 +34,9 @@ class Arguments(Sampling):
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Where the model lies, or org/name[@revision] on the Hugging Face Hub."""
+    """The model's path, or org/name[@revision] on the Hugging Face Hub."""
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
-    """The text to go on from."""
+    """The text to continue."""
     max_tokens: int = 128
     """Tokens to make, at most."""
     tokenizer: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
@@ -61,7 +62,7 @@ def run(arguments: Arguments) -> int:
     folder = tokenizer_folder(arguments.model, arguments.tokenizer)
     if folder is None:
         raise ConfigError(
-            f"no tokenizer lies with {arguments.model}; name one with --tokenizer PATH"
+            f"there is no tokenizer in {arguments.model}; name one with --tokenizer PATH"
         )
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.backend.encode(prompt, add_special_tokens=True).ids

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 class Arguments(ConfigArguments):
     """Serve a repository of exported models by the KServe V2 protocol: HTTP and gRPC.
 
-    The repository has a folder a model and in it a folder a version: models/ranker/3. New versions
-    are loaded, checked, warmed and switched to while the server runs. SIGTERM lets accepted
-    requests finish. --help-config lists every flag; most used: --http, --grpc, --control explicit,
-    --model-memory 6GiB, --token-file, --tls-cert, --tls-key, --access-log all, --log-format json.
+    The repository has a folder per model and in it a folder per version: models/ranker/3. New
+    versions are loaded, checked, warmed and switched to while the server runs. SIGTERM lets
+    accepted requests finish. --help-config lists every flag; most used: --http, --grpc, --control
+    explicit, --model-memory 6GiB, --token-file, --tls-cert, --tls-key, --access-log all,
+    --log-format json.
 
-    A running server is asked by fornax host status, load, unload, rollback, release, shadow and
-    profile.
+    A running server is controlled by fornax host status, load, unload, rollback, release, shadow
+    and profile.
 
     examples:
       fornax host models/ --http 8080 --grpc 8081

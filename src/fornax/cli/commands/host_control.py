@@ -1,4 +1,5 @@
-"""`fornax host status`, `load`, `unload`, `rollback` and their kin: a running server, asked."""
+"""`fornax host status`, `load`, `unload`, `rollback` and related commands: requests to a running
+server."""
 
 import dataclasses
 import json
@@ -19,7 +20,7 @@ _MODEL = arg(metavar="MODEL", help_behavior_hint="")
 _DEFAULT = "127.0.0.1:8080"
 _HELP = """{summary}
 
-    A server that wants a token gets the first of FORNAX_HOST_TOKEN.
+    A server that needs a token gets the first of FORNAX_HOST_TOKEN.
 
     example:
       {example}
@@ -175,7 +176,7 @@ _COMMANDS: dict[str, tuple[type[Arguments], Callable[[Any], int], str, str]] = {
     "status": (
         StatusArguments,
         _status,
-        "Say what a running server serves and how it fares; exits 1 when it is not ready.",
+        "Show what a running server serves and its state; exits 1 when it is not ready.",
         "fornax host status --url 127.0.0.1:8080 --wait 60",
     ),
     "load": (

@@ -68,7 +68,7 @@ def _run(arguments: _Arguments, overrides: Sequence[str], *, keep: bool) -> int:
             "with --model DIR"
         )
     if arguments.limit <= 0:
-        raise ConfigError(f"limit={arguments.limit:g} is no time; give seconds above 0")
+        raise ConfigError(f"limit={arguments.limit:g} is not a time; give seconds above 0")
     topology = named_or_local(arguments.topology)
     calls = _calls(arguments, overrides, topology)
     if calls is None:

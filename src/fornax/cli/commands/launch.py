@@ -22,12 +22,12 @@ _PROGRAM = "fornax.cli.main:main"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Run a command as several processes, one a host, and go on after a fault.
+    """Run a command as several processes, one per host, and recover from faults.
 
     The words after -- are a command, train or tune, as for one process; each process is one host
-    of its run. One that dies, stops or hangs is named, and all go on from memory or the newest
-    checkpoint, to the same losses. Ctrl-C and SIGTERM save and stop; the same command resumes.
-    Logs are in RUN/cluster, events in RUN/events.jsonl; those of a slice in RUN/slice-K.
+    of its run. A process that dies, stops or hangs is named, and all resume from memory or the
+    newest checkpoint, to the same losses. Ctrl-C and SIGTERM save and stop; the same command
+    resumes. Logs are in RUN/cluster, events in RUN/events.jsonl; those of a slice in RUN/slice-K.
 
     examples:
       fornax launch --hosts 4 -- train --config recipes/stdlib.yaml --run-dir runs/four
@@ -47,7 +47,7 @@ class Arguments:
     private_network: Annotated[bool, NO_DEFAULT] = False
     """Use other machines of Ray's: their network is private."""
     slices: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """Slices of a DiLoCo run, which goes on without a lost one."""
+    """Slices of a DiLoCo run, which continues without a lost one."""
     samplers: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
     """Processes that draw completions for tune grpo or ppo."""
     data_workers: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
@@ -56,7 +56,7 @@ class Arguments:
         float | None,
         arg(metavar="SECONDS", help_behavior_hint="(default: 1 in steps, else 5; of replicas 30)"),
     ] = None
-    """A process hangs after so long without a sign of life; at least five median steps."""
+    """A process counts as hung after this long without a heartbeat; at least five median steps."""
     mtbf: Annotated[str | None, arg(metavar="TIME", help_behavior_hint="(default: 24h)")] = None
     """Between failures of a host: how often to snapshot."""
     local_checkpoints: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
@@ -191,7 +191,7 @@ def _replicas(arguments: Arguments, words: Sequence[str]) -> int:
 
 
 def _ray(arguments: Arguments) -> "Callable[[int], RayEngine]":
-    """Connects to Ray, or starts it for so many processes."""
+    """Connects to Ray, or starts it for this many processes."""
     from fornax.cluster.launch import open_ray
 
     return lambda processes: open_ray(
@@ -209,7 +209,7 @@ def _slices(count: int, arguments: Arguments, words: Sequence[str], run_dir: Pat
     if arguments.local_checkpoints is not None:
         raise ConfigError(
             "--local-checkpoints has copies of snapshots in memory, which slices do not make: one "
-            "that is lost goes on from another's state; leave it out"
+            "that is lost resumes from another's state; leave it out"
         )
     if arguments.samplers is not None or words[:1] == ["tune"]:
         raise ConfigError("--slices is for train: tune has no slices; leave it out")

@@ -23,9 +23,9 @@ _DONE = {"kill": "killed", "stop": "stopped"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatusArguments:
-    """Say what each rank of a launched run does now, and where the time of the run went.
+    """Show what each rank of a launched run is doing, and where the time of the run went.
 
-    Of a server it says what each replica does. heartbeat is the age of the last sign of life, late
+    Of a server it says what each replica does. heartbeat is the age of the last one, late
     how long after the first rank it entered its step; a slow rank says what it costs each step.
     goodput is the share of the time that went into steps that were kept; it is there for runs of
     fornax train as well.
@@ -42,7 +42,7 @@ class StatusArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EventsArguments:
-    """Print the events of a launched run, a line each: faults, who was at fault, and recoveries.
+    """Print the events of a launched run, one per line: faults, their causes, and recoveries.
 
     examples:
       fornax launch events runs/four
@@ -52,14 +52,14 @@ class EventsArguments:
     run_dir: Annotated[Positional[Path | None], arg(metavar="RUN", help_behavior_hint="")] = None
     """The run directory (default: the one that is running below runs/)."""
     follow: Annotated[bool, NO_DEFAULT] = False
-    """Go on until the run ends."""
+    """Continue until the run ends."""
     json: Annotated[bool, NO_DEFAULT] = False
     """Print the lines of events.jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimelineArguments:
-    """Draw a run on its time line: a lane a rank, its faults, losses, and where the time went.
+    """Draw a run's timeline: a lane per rank, its faults, losses, and where the time went.
 
     One self-contained page, in the run directory. Runs of fornax train have one lane.
 
@@ -76,7 +76,7 @@ class TimelineArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrillArguments:
-    """Inject faults into a launched run on this machine, and see it recover from each.
+    """Inject faults into a launched run on this machine, and check that it recovers from each.
 
     Real signals: SIGKILL or SIGSTOP to the worker of a rank; to its host's agent SIGKILL, which
     takes the worker and the host's memory with it, or SIGTERM, as when a scheduler takes the host.
@@ -107,18 +107,18 @@ class DrillArguments:
     controller: Annotated[bool, NO_DEFAULT] = False
     """Kill the controller: agents and ranks end with it."""
     storm: Annotated[int | None, arg(metavar="N", help_behavior_hint="")] = None
-    """So many random faults of all these kinds, five good steps or more between two."""
+    """Number of random faults of all these kinds, five good steps or more between two."""
     seed: Annotated[int | None, arg(metavar="S", help_behavior_hint="(default: 0)")] = None
     """Which faults a storm is of."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResizeArguments:
-    """Let a launched training run go on with another number of hosts, and wait until it does.
+    """Change the number of hosts of a launched training run, and wait until it trains on them.
 
-    All finish a step and keep it in their agents' memory; a group of so many goes on from there
-    within the same launch, with the same global batches. Of a run with --hosts 3..8 it is the most
-    that it takes.
+    All finish a step and keep it in their agents' memory; a group of the new size resumes from
+    there within the same launch, with the same global batches. Of a run with --hosts 3..8 it is the
+    most that it takes.
 
     example:
       fornax launch resize runs/four --hosts 3
@@ -213,7 +213,7 @@ def _rolling_restart(arguments: RollingRestartArguments) -> int:
     run_dir = _named(arguments.run_dir)
     if not _serves(run_dir):
         raise ConfigError(
-            f"{run_dir} is no server's; a rolling restart is of fornax launch --replicas"
+            f"{run_dir} is not a server's; a rolling restart is of fornax launch --replicas"
         )
     from fornax.cluster import read_events
     from fornax.cluster.routing import request_rolling_restart
@@ -298,7 +298,7 @@ def _target(fault: str, target: str | int) -> "tuple[Target, int]":
         if role == known and number.isdecimal():
             return known, int(number)
     if colon or not number.isdecimal():
-        raise ConfigError(f"--{fault} {target} is no rank, such as 2, nor sampler:1 or data:1")
+        raise ConfigError(f"--{fault} {target} is not a rank, such as 2, nor sampler:1 or data:1")
     return "rank", int(number)
 
 

@@ -106,7 +106,7 @@ def run(arguments: Arguments) -> int:
     measured = _measured(arguments)
     spec = run_spec(arguments, measured)
     if arguments.spares is not None and arguments.spares < 0:
-        raise ConfigError(f"spares={arguments.spares} is no number of hosts; give 0 or more")
+        raise ConfigError(f"spares={arguments.spares} is not a number of hosts; give 0 or more")
     interval = arguments.interval
     plan = plan_goodput(
         spec,
@@ -160,7 +160,7 @@ def run_spec(arguments: Arguments, measured: dict[str, float]) -> "RunSpec":
 
     hosts = int(figure("hosts", lambda name, count: int(count), None))
     if hosts < 1:
-        raise ConfigError(f"hosts={hosts} is no run; give 1 or more")
+        raise ConfigError(f"hosts={hosts} is not a run; give 1 or more")
     size = arguments.slice_hosts
     if size is None:
         size = max(n for n in range(1, 65) if hosts % n == 0)
@@ -199,7 +199,7 @@ def _tiers(text: str | None) -> "tuple[Name, ...] | None":
     names = text.split(",")
     if len(set(names)) < len(names) or not set(names) <= set(TIERS):
         raise ConfigError(
-            f"tiers={text!r} are no tiers; name each once, with commas, of {', '.join(TIERS)}"
+            f"tiers={text!r} are not tiers; name each once, with commas, of {', '.join(TIERS)}"
         )
     return tuple(name for name in TIERS if name in names)
 

@@ -17,7 +17,7 @@ _FILE = arg(metavar="FILE", help_behavior_hint="")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """Say whether a model can be served on chips, for how many sequences, and how fast.
+    """Predict whether a model can be served on chips, for how many sequences, and how fast.
 
     No weights are needed: a directory with a config.json is enough, and so is a run directory. For
     TPUs the engine's own steps are compiled, without a TPU (extra tpu); GPUs and CPUs are
@@ -42,6 +42,8 @@ class Arguments(ConfigArguments):
     """Tokens of the prompts (default: the same)."""
     predicted: Annotated[bool, NO_DEFAULT] = False
     """Compile nothing: closed forms for TPUs too."""
+    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
+    """US$ of one chip and hour, or YAML of yours: {currency: EUR, chips: {v5p: 3.5}}."""
     json: Annotated[Path | None, _FILE] = None
     """Write every figure."""
     html: Annotated[Path | None, _FILE] = None
@@ -61,12 +63,15 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
             "--model DIR"
         )
     if arguments.itl_ms is not None and not arguments.itl_ms > 0:
-        raise ConfigError(f"itl_ms={arguments.itl_ms:g} is no time; give milliseconds above 0")
+        raise ConfigError(f"itl_ms={arguments.itl_ms:g} is not a time; give milliseconds above 0")
+    from fornax.config.price import read_prices
+    from fornax.plan.price import priced_serving
     from fornax.plan.report import print_plan, too_large, write_json, write_page
     from fornax.plan.serving import plan_serve
     from fornax.plan.topology import named_or_local
 
     topology = named_or_local(arguments.topology)
+    price = read_prices(arguments.price).of(topology.chip.name) if arguments.price else None
     plan = plan_serve(
         arguments.model,
         topology,
@@ -76,6 +81,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         prompts=arguments.prompts,
         predicted=arguments.predicted,
     )
+    plan = priced_serving(plan, price) if price else plan
     print_plan(plan)
     if arguments.json:
         print(write_json(plan, arguments.json))  # noqa: T201

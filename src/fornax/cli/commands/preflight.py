@@ -8,7 +8,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
-from fornax.cli.configured import ConfigArguments, read_config
+from fornax.cli.configured import ConfigArguments, is_diffusion_config, read_config
 from fornax.config import ConfigError
 
 
@@ -16,15 +16,16 @@ from fornax.config import ConfigError
 class Arguments(ConfigArguments):
     """Check that a training run computes what it should on its mesh, before it is rented.
 
-    The config runs shrunk on eight virtual CPU devices: every mesh axis, attention, packing,
-    accumulation, remat and dtype of it, alone and together, against one device in float32. Its
-    data and weights are not read. Every key of the config is a flag too. The exit code is 2 when
-    a check fails.
+    The config, of a decoder or a denoiser, runs shrunk on eight virtual CPU devices: every mesh
+    axis, attention, packing, accumulation, remat and dtype of it, alone and together, against one
+    device in float32. Its data and weights are not read. Every key of the config is a flag too.
+    The exit code is 2 when a check fails.
 
     examples:
       fornax preflight --config recipes/stdlib.yaml
       fornax preflight --config run.yaml --mesh.tensor 4 --accumulate 2 --quick
       fornax preflight --config run.yaml --only mesh packing
+      fornax preflight --config recipes/flux-dev.yaml --mesh.tensor 2
     """
 
     quick: Annotated[bool, NO_DEFAULT] = False
@@ -38,14 +39,16 @@ class Arguments(ConfigArguments):
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Check and print; 0 when all is right, raises ConfigError when something is not."""
-    from fornax.train import TrainConfig
-
     if not (arguments.config or overrides or arguments.help_config):
         raise ConfigError(
             "fornax preflight needs a config; name one with --config FILE, such as "
             "--config recipes/stdlib.yaml, or give keys as flags"
         )
-    config = read_config(TrainConfig, arguments, overrides)
+    if is_diffusion_config(arguments.config):
+        from fornax.diffusion.config import DiffusionConfig as Config
+    else:
+        from fornax.train import TrainConfig as Config
+    config = read_config(Config, arguments, overrides)
     if config is None:
         return 0
     from fornax.preflight import format_check, format_report, preflight

@@ -13,7 +13,7 @@ xz, saves a Hugging Face directory and checks its logits. Then it cuts functions
 tunes adapters on them, rewards the bodies it writes when a parser accepts them, shows what that
 gained on held-out functions, serves the tuned model, exports its scoring function and serves that
 too, and writes report.html in the run directory.
-Run again, it goes on where it stopped.
+Run again, it resumes where it stopped.
 
 On two cores --size small takes {SIZES["small"].minutes}, --size tiny {SIZES["tiny"].minutes}.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """Serve a model to OpenAI's clients: completions, chats, embeddings.
+    """Serve a model with an OpenAI-compatible API: completions, chats, embeddings.
 
     Flags are those of `vllm serve` where it has them: --host, --port, --api-key,
     --served-model-name, --max-model-len, --max-num-seqs, --max-num-batched-tokens, --dtype,
@@ -34,7 +34,8 @@ class Arguments(ConfigArguments):
     """
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")] = ""
-    """Hugging Face directory, its name on the Hub (org/name[@revision]), or run directory."""
+    """Hugging Face directory, its name on the Hub (org/name[@revision]), run directory, or GGUF
+    file."""
 
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:

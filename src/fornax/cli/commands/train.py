@@ -8,16 +8,17 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
+from fornax.cli.costs import ended, prices_of
 from fornax.config import ConfigError
 from fornax.config.run_paths import default_run_dir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """Train a model, or go on with a run that was stopped.
+    """Train a model, or resume a run that was stopped.
 
     Every key of the config is a flag too. A run directory that has checkpoints is resumed; without
-    --config it goes on with its own.
+    --config it uses its own.
 
     examples:
       fornax train --config run.yaml --model.num-layers 4 --run-dir runs/four
@@ -31,6 +32,9 @@ class Arguments(ConfigArguments):
     accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
     """Keys, or patterns of them, that may differ from those the checkpoints were made with; of a
     new run, those of model.rope that may differ from the model of init_from."""
+    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
+    """What a chip costs an hour, in US$, or a YAML file of prices: the end and the report then say
+    what the run cost."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """What is shown; auto is a bar on a terminal and lines elsewhere."""
 
@@ -46,7 +50,7 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     known = saved if saved.is_file() else None
     if not (arguments.config or known or overrides or arguments.help_config):
         raise ConfigError(
-            f"{run_dir} has no run to go on with; name a config with --config FILE, or the "
+            f"{run_dir} has no run to resume; name a config with --config FILE, or the "
             "directory of a run with --run-dir DIR"
         )
     config = read_config(TrainConfig, arguments, overrides, file=known)
@@ -54,6 +58,10 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
         return 0
 
     result = train(
-        config, run_dir, accept_changes=arguments.accept_changes, progress=arguments.progress
+        config,
+        run_dir,
+        accept_changes=arguments.accept_changes,
+        progress=arguments.progress,
+        prices=prices_of(arguments.price),
     )
-    return result.exit_code
+    return ended(result)

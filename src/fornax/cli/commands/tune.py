@@ -9,6 +9,7 @@ import yaml
 from tyro.conf import arg
 
 from fornax.cli.configured import ConfigArguments, read_config
+from fornax.cli.costs import ended, prices_of
 from fornax.config import ConfigError
 from fornax.config.run_paths import default_run_dir
 from fornax.tune.methods import METHODS, Method
@@ -20,7 +21,7 @@ _HELP = """{summary}.
 
 Every key of the config is a flag too, such as --epochs 3, --batch-size 16, --max-length 2048,
 --optim.learning-rate 1e-5 or --lora.rank 16; --help-config lists them all. The data is checked
-before any weight is loaded. The same command goes on with a run that was stopped.
+before any weight is loaded. The same command resumes a run that was stopped.
 
 examples:
   fornax tune {example}
@@ -31,12 +32,15 @@ examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """The flags of every method besides the keys of its config."""
+    """The flags of every method in addition to the keys of its config."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """The run directory: where everything is written (default: runs/ and the method's name)."""
     accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
     """Keys, or patterns of them, that may differ from those the checkpoints were made with."""
+    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
+    """What a chip costs an hour, in US$, or a YAML file of prices: the end and the report then say
+    what the run cost."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """What is shown; auto is a bar on a terminal and lines elsewhere."""
 
@@ -56,9 +60,13 @@ class Tune:
         if config is None:
             return 0
         result = tune(
-            config, out, accept_changes=arguments.accept_changes, progress=arguments.progress
+            config,
+            out,
+            accept_changes=arguments.accept_changes,
+            progress=arguments.progress,
+            prices=prices_of(arguments.price),
         )
-        return result.exit_code
+        return ended(result)
 
     def read(
         self, arguments: Arguments, overrides: Sequence[str]
@@ -72,7 +80,7 @@ class Tune:
         known = saved if saved.is_file() and arguments.config is None else None
         if not (arguments.config or known or overrides or arguments.help_config):
             raise ConfigError(
-                f"{out} has no run to go on with; begin one with --model DIR --data FILE, or "
+                f"{out} has no run to resume; begin one with --model DIR --data FILE, or "
                 "name the directory of a run with --out DIR"
             )
         words = renamed(overrides, self.method.aliases)
@@ -91,7 +99,7 @@ class Tune:
         kind = f"of fornax tune {others[0]}" if others else "of another kind"
         raise ConfigError(
             f"{saved.parent} holds a run {kind} (its config.yaml has {min(strange)}), which fornax "
-            f"tune {self.method.name} cannot go on with; give another directory with --out"
+            f"tune {self.method.name} cannot resume; give another directory with --out"
         )
 
 

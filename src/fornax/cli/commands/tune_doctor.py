@@ -15,7 +15,7 @@ _HELP = """Check a run of `fornax tune {name}` without starting it: {summary}.
 
 The flags are those of `fornax tune {name}`. The data is read and checked whole; then a small run
 over its first records is looked at, and nothing is kept. A line says what each check found and how
-long it took. What is wrong stands at the end with its cause and its cure; the exit code is then 2,
+long it took. Problems are listed at the end with their cause and fix; the exit code is then 2,
 else 0.
 
 example:
@@ -25,7 +25,7 @@ example:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(ConfigArguments):
-    """The flags besides the keys of the config."""
+    """The flags in addition to the keys of the config."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """The run directory of the same command without `doctor`; a config kept there is read."""

@@ -48,7 +48,7 @@ class ManifestJob:
 
     @property
     def hosts(self) -> int:
-        """Processes, one a host."""
+        """Processes, one per host."""
         return self.topology.num_hosts
 
     @property
@@ -105,7 +105,7 @@ def manifest_job(
 
     Args:
       words: the command, such as `train --config run.yaml --steps 100`.
-      hosts: processes, one a host.
+      hosts: processes, one per host.
       topology: chips, as `fornax plan` reads them: `v5p:4x4x4`, `2*v6e:16x16`, `h100:4x8`.
       mesh: that of the command's config.
       config: the config file that the command names.
@@ -115,7 +115,7 @@ def manifest_job(
 
     Raises:
       ConfigError: for a topology that does not exist or has another number of hosts, and for
-        what is no number or name.
+        what is not a number or name.
       ShardingError: for a mesh that does not fit the devices.
     """
     chips = parse_topology(topology)
@@ -131,7 +131,9 @@ def manifest_job(
     named = name or (run_dir or config or Path("train")).stem
     label = re.sub(r"[^a-z0-9]+", "-", named.lower()).strip("-")[:_LONGEST_NAME].strip("-")
     if not label or not label[0].isalpha():
-        raise ConfigError(f"{named!r} is no name for a job; give it one with letters: --name NAME")
+        raise ConfigError(
+            f"{named!r} is not a name for a job; give it one with letters: --name NAME"
+        )
     return ManifestJob(
         name=label,
         topology=chips,

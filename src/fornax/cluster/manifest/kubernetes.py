@@ -1,4 +1,4 @@
-"""Kubernetes: a JobSet of one pod a host, or a RayJob with a worker a host.
+"""Kubernetes: a JobSet of one pod per host, or a RayJob with a worker per host.
 
 Fields as in the CustomResourceDefinitions jobset.x-k8s.io/v1alpha2 and ray.io/v1 (KubeRay 1.7);
 labels and resource names of TPUs as GKE documents them, of GPUs as NVIDIA's device plugin does.
@@ -29,7 +29,7 @@ _RAY_DASHBOARD_PORT = 8265
 
 
 def jobset(job: ManifestJob) -> str:
-    """A JobSet: one Job a slice, one pod a host; all start again together."""
+    """A JobSet: one Job per slice, one pod per host; all start again together."""
     slices = job.topology.slices
     annotations = (
         {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -90,7 +90,7 @@ def jobset(job: ManifestJob) -> str:
 
 
 def kuberay(job: ManifestJob) -> str:
-    """A RayJob: `fornax launch --engine ray` on the head, which recovers; one worker a host.
+    """A RayJob: `fornax launch --engine ray` on the head, which recovers; one worker per host.
 
     Raises:
       ConfigError: for several slices of TPUs, whose variables nothing sets on Ray's pods.
@@ -139,7 +139,7 @@ def kuberay(job: ManifestJob) -> str:
         f"# {job.name} on {job.topology.name}, {job.hosts} hosts. Needs KubeRay 1.7 or newer, "
         f"{'GKE with its Ray addon, ' if job.is_tpu else ''}the claim {job.storage},\n"
         "# ReadWriteMany, for data and run directory. The policy lets only the run's own pods "
-        "reach its ports,\n# all others only the one that takes jobs, which wants Ray's token.\n"
+        "reach its ports,\n# all others only the one that takes jobs, which needs Ray's token.\n"
         f"# kubectl apply -f FILE; kubectl logs -f job/{job.name}\n"
     )
     anybody = {"ports": [{"protocol": "TCP", "port": _RAY_DASHBOARD_PORT}]}

@@ -1,4 +1,4 @@
-"""SLURM's batch script and SkyPilot's task, in which a shell starts one process a host."""
+"""SLURM's batch script and SkyPilot's task, in which a shell starts one process per host."""
 
 import math
 import shlex
@@ -16,7 +16,7 @@ _SKYPILOT_TPUS = ("v4", "v5e", "v5p", "v6e")
 
 
 def slurm(job: ManifestJob) -> str:
-    """A batch script: one task a node, requeued when it was preempted, out of time or failed."""
+    """A batch script: one task per node, requeued when it was preempted, out of time or failed."""
     if job.image is not None:
         raise ConfigError(
             "--image is for Kubernetes; in SLURM's script Fornax is what PATH finds, so load "
@@ -92,7 +92,7 @@ def skypilot(job: ManifestJob) -> str:
 
 def _skypilot_run(job: ManifestJob, config: str | None) -> str:
     lines = ["set -e", "cd /workspace"]
-    if not job.is_tpu:  # the hosts of a TPU slice are told by its metadata server
+    if not job.is_tpu:  # the hosts of a TPU slice find each other through its metadata server
         lines += [
             'first="$(head -n 1 <<< "$SKYPILOT_NODE_IPS")"',
             f'export FORNAX_COORDINATOR="$first:{_COORDINATOR_PORT}"',

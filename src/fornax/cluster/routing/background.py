@@ -77,14 +77,14 @@ class Server:
         return read_serving_status(self.run_dir)
 
     def is_ready(self, replicas: int = 1) -> bool:
-        """Whether so many replicas take requests."""
+        """Whether this many replicas take requests."""
         return [each.phase for each in self.status().replicas].count("ready") >= replicas
 
     def wait_ready(self, replicas: int | None = None, seconds: float | None = None) -> None:
-        """Until so many replicas take requests; None: all.
+        """Until this many replicas take requests; None: all.
 
         Raises:
-          TimeoutError: when they do not after so many seconds.
+          TimeoutError: when they do not after this many seconds.
           ClusterError: when the server ended before.
         """
         wanted = self._router.placer.count if replicas is None else replicas
@@ -102,7 +102,7 @@ class Server:
 
         Raises:
           ClusterError: when a replica does not start again, or another restart is under way; the
-            others go on as before.
+            others continue as before.
         """
         before = len(read_events(self.run_dir))
         self._call(self._router.roll)
@@ -116,12 +116,12 @@ class Server:
         """Until it ends; its exit code, 0 after `stop`, 2 for a mistake of yours.
 
         Raises:
-          TimeoutError: when it goes on after so many seconds.
+          TimeoutError: when it is still running after this many seconds.
           ClusterError: when no replica started.
         """
         self._thread.join(seconds)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self.run_dir} goes on after {seconds:g} s")
+            raise TimeoutError(f"{self.run_dir} is still running after {seconds:g} s")
         if self._error is not None:
             raise self._error
         assert self._code is not None
@@ -154,7 +154,7 @@ class Server:
             self._loop.call_soon_threadsafe(function)
 
     def _rolling_since(self, before: int) -> dict[str, Any] | None:
-        """The event of a rolling restart's end, among those after so many."""
+        """The event of a rolling restart's end, among those after this many."""
         ends = ("done", "stopped")
         found = (e for e in read_events(self.run_dir)[before:] if e.get("rolling") in ends)
         return next(found, None)

@@ -1,6 +1,6 @@
 """A router's gRPC: hands each call of the V2 service to a replica, and its answer back, as bytes.
 
-A call whose replica dies is made anew at another one. Streams are in `grpc_stream`. Liveness,
+A call whose replica dies is made again at another one. Streams are in `grpc_stream`. Liveness,
 readiness, health of the whole server and reflection are the router's own.
 """
 
@@ -22,13 +22,15 @@ from fornax.cluster.routing.upstreams import (
     Upstreams,
     is_broken,
     is_refusal,
+    say_who,
 )
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ServingCode, ServingError
+from fornax.config.request_id import HEADER
 from fornax.serving.config import Address
 from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.grpc.front import Front, Listening
-from fornax.serving.grpc.methods import ADMIN, METHODS, Context, abort
+from fornax.serving.grpc.methods import ADMIN, METHODS, Context, abort, identify
 from fornax.serving.grpc.send_timeout import SendTimeout
 
 __all__ = ["GrpcProxy"]
@@ -122,6 +124,7 @@ class GrpcProxy:
     @contextlib.asynccontextmanager
     async def _counted(self, context: Context) -> AsyncIterator[None]:
         """Count a call by its end, and end it as a replica or the router says."""
+        identify(context)
         began, code = time.perf_counter(), "CANCELLED"
         failure: ServingError | grpc.aio.AioRpcError | None = None
         try:
@@ -139,7 +142,8 @@ class GrpcProxy:
         if isinstance(failure, ServingError):
             await abort(context, failure)
         elif failure is not None:
-            trailing = (*(failure.trailing_metadata() or ()), *ours)
+            theirs = failure.trailing_metadata() or ()
+            trailing = (*(each for each in theirs if each[0] != HEADER), *ours)
             await context.abort(failure.code(), failure.details() or "", trailing)
 
     async def _live(self, data: bytes, context: Context) -> bytes:
@@ -164,7 +168,7 @@ class GrpcProxy:
                 assert refusal is not None, "only who refused counts as tried"
                 raise refusal
             replica, channel = found
-            context.set_trailing_metadata(((REPLICA, str(replica.number)),))
+            say_who(context, replica)
             try:
                 with replica.answering():
                     call = channel.unary_unary(path)
@@ -195,7 +199,7 @@ class GrpcProxy:
         if made is None:
             raise ServingError(ServingCode.UNAVAILABLE, "no replica is ready; try again later")
         replica, answer = made
-        context.set_trailing_metadata(((REPLICA, str(replica.number)),))
+        say_who(context, replica)
         if isinstance(answer, grpc.aio.AioRpcError):
             raise answer
         return answer

@@ -1,9 +1,9 @@
 """ModelStreamInfer through a router: a client's stream as a sequence of streams to replicas.
 
-Requests go to one replica until all that were sent are answered; the next one chooses anew. So
-an open stream that asks nothing holds no replica up, and the death of a replica that owes it
-nothing is not noticed. Requests that a replica died under go to another one, unless a piece of an
-answer was passed on: then the stream ends with UNAVAILABLE.
+Requests go to one replica until all that were sent are answered; the next one chooses again. So
+an open stream that asks nothing holds no replica up, and the death of a replica that still has to
+send it nothing is not noticed. Requests that a replica died under go to another one, unless a piece
+of an answer was passed on: then the stream ends with UNAVAILABLE.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from grpc.aio import EOF  # pyrefly: ignore[missing-module-attribute]
 
 from fornax.cluster.routing.pool import Replica
 from fornax.cluster.routing.upstreams import (
-    REPLICA,
     Upstreams,
     is_broken,
     is_refusal,
+    say_who,
 )
 from fornax.config.errors import ServingCode, ServingError
 from fornax.serving.grpc import inference_pb2 as pb
@@ -45,7 +45,7 @@ class StreamProxy:
         """Serve a client's stream to its end.
 
         Raises:
-          ServingError: it ends early: a replica died amid an answer, or the router stops.
+          ServingError: it ends early: a replica died during an answer, or the router stops.
           AioRpcError: it ends as a replica said.
         """
         with self._open.opened(context) as client:
@@ -111,7 +111,7 @@ class _Stream:
         found = await self._upstreams.choose(self._context)
         assert found is not None, "nothing counts as tried"
         replica, channel = found
-        self._context.set_trailing_metadata(((REPLICA, str(replica.number)),))
+        say_who(self._context, replica)
         with replica.answering():
             self._sent = 0
             call = channel.stream_stream(_PATH)(
@@ -164,7 +164,8 @@ class _Stream:
     async def _read_answer(
         self, call: "grpc.aio.StreamStreamCall", replica: Replica
     ) -> bytes | None:
-        """The replica's next answer; None when it ended, and what it owes may go to another one.
+        """The replica's next answer; None when it ended, and its unanswered requests may go to
+        another one.
 
         Raises:
           ServingError: a piece of an answer was passed on, or too many replicas ended.

@@ -31,7 +31,9 @@ class RouterMetrics:
             "fornax_router_retries", "Requests sent to another replica.", ("reason",), registry=own
         )
         self._cut = Counter(
-            "fornax_router_cut_responses", "Responses whose replica ended amid them.", registry=own
+            "fornax_router_cut_responses",
+            "Responses whose replica ended before they were complete.",
+            registry=own,
         )
         self._blocks = Counter(
             "fornax_router_prefix_blocks", "Blocks of prompts, 64 bytes each.", registry=own
@@ -65,7 +67,7 @@ class RouterMetrics:
         self._retries.labels(reason).inc()
 
     def cut(self) -> None:
-        """A replica ended amid a response."""
+        """A replica ended during a response."""
         self._cut.inc()
 
     def restarted(self, replica: int, reason: str) -> None:

@@ -31,7 +31,7 @@ class RoutingConfig:
     beginning, unless it is overloaded; least-requests: the one that answers fewest now;
     round-robin: each in turn."""
     balance_threshold: int = 16
-    """A replica is overloaded when it answers so many requests more than the least busy one, and
+    """A replica is overloaded when it answers this many requests more than the least busy one, and
     half as many again."""
     max_retries: int = 2
     """How often a request whose replica died before it answered is sent to another one."""
@@ -121,7 +121,7 @@ class ReplicaPool:
         return [each for each in self.replicas.values() if each.answers and each.phase in _PARTIAL]
 
     def add(self, replica: Replica) -> None:
-        """Take a new replica in, in the place of the one with its number."""
+        """Take a new replica in, in place of the one with its number."""
         if (before := self.replicas.get(replica.number)) is not None:
             self._prefixes.forget(before)
         self.replicas[replica.number] = replica
@@ -178,7 +178,7 @@ class ReplicaPool:
         return more >= self.config.balance_threshold and replica.running > _OVERLOADED_RATIO * least
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until some replica is usable; False when none is after so many seconds."""
+        """Wait until some replica is usable; False when none is after this many seconds."""
         try:
             async with asyncio.timeout(seconds):
                 while not self.usable():

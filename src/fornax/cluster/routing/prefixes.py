@@ -90,7 +90,7 @@ class PrefixIndex(Generic[R]):
             self._holders.popitem(last=False)
 
     def forget(self, replica: R) -> None:
-        """A replica's cache is no more."""
+        """A replica's cache is gone."""
         for key in [key for key, holders in self._holders.items() if replica in holders]:
             self._holders[key].discard(replica)
             if not self._holders[key]:

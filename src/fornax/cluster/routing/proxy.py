@@ -22,8 +22,10 @@ from fornax.cluster.routing.pool import Replica, ReplicaPool
 from fornax.cluster.routing.prefixes import block_keys, prompt_of
 from fornax.cluster.routing.service import Service
 from fornax.config.credentials import TOKEN_HEADER, Credentials
+from fornax.config.request_id import HEADER
 from fornax.llm.server.generation import CancelOnDisconnect
 from fornax.serving.http.gate import path_of
+from fornax.serving.http.request_ids import request_id_of
 from fornax.serving.http.responses import Headers, Response, send_response
 
 __all__ = ["Proxy", "Request", "client_session", "exchange"]
@@ -32,9 +34,9 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade content-length expect".split()
 )
-"""Headers of one connection (RFC 9110, 7.6.1), and those that the client makes anew."""
-_NOT_SENT = _HOP_BY_HOP | {TOKEN_HEADER.encode()}
-_REPLACED = _HOP_BY_HOP | {b"date", b"server", b"x-request-id"}
+"""Headers of one connection (RFC 9110, 7.6.1), and those that the client makes again."""
+_NOT_SENT = _HOP_BY_HOP | {TOKEN_HEADER.encode(), HEADER.encode()}
+_REPLACED = _HOP_BY_HOP | {b"date", b"server", HEADER.encode()}
 _WHOLE = 8 * 2**20
 """Largest response of known length that is held until it is whole, so that it can be retried."""
 _LONGEST_EVENT = 2**20
@@ -128,7 +130,7 @@ class Proxy:
             await send_response(send, own)
             return
         if not scope["path"].startswith("/"):
-            await send_response(send, self._service.error(400, f"{path} is no path of a server"))
+            await send_response(send, self._service.error(400, f"{path} is not a path of a server"))
             return
         request = self._request(scope, path, body)
         started, exit_ = time.perf_counter(), _Exit(send)
@@ -146,14 +148,13 @@ class Proxy:
                 context.status = _CLIENT_CLOSED
 
     def _request(self, scope: Scope, path: str, body: bytes) -> Request:
-        context = scope.get("state", {}).get("context")
         headers = [
             (name.decode(), value.decode(errors="replace"))  # aiohttp writes UTF-8 alone
             for name, value in scope["headers"]
-            if name not in _NOT_SENT and not (context is not None and name == b"x-request-id")
+            if name not in _NOT_SENT
         ]
-        if context is not None:
-            headers.append(("x-request-id", context.id))
+        context = scope.get("state", {}).get("context")
+        headers.append((HEADER, request_id_of(scope) if context is None else context.id))
         if scope.get("client"):
             headers.append(("x-forwarded-for", scope["client"][0]))
         headers.append(("x-forwarded-proto", scope.get("scheme", "http")))

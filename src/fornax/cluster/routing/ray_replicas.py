@@ -47,7 +47,7 @@ class RayReplicas:
     count: int
     hosts: int
     devices: int
-    """Accelerators of a replica; 0: one a process."""
+    """Accelerators of a replica; 0: one per process."""
     closing: threading.Event = field(default_factory=threading.Event)
 
     def check_network(self) -> None:
@@ -208,7 +208,7 @@ class _RayProcess:
             while self._ended is None:
                 self._stopped, code, self._line = self._ray.get(watch.remote())
                 self._ended = None if code is None else Ended.of(code)
-        except Exception as error:  # whatever Ray raises: the actor is no more
+        except Exception as error:  # whatever Ray raises: the actor is gone
             self._ended = Ended(None, f"is lost with its host: {_first_line(error)}")
 
 

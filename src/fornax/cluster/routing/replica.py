@@ -1,6 +1,6 @@
 """A replica: one process or several, which run a command of Fornax's that serves.
 
-`Handle` is all that a supervisor knows of one, `Placer` of whoever starts it: `LocalReplicas` here,
+`Handle` is all that a supervisor knows of one, `Placer` what starts it: `LocalReplicas` here,
 and Ray (`ray_replicas.py`).
 """
 

@@ -67,7 +67,7 @@ def launch_replicas(
       program: `package.module:NAME`, called with a replica's words in its process.
       credentials: what router and replicas know each other by; None: new ones, with a certificate
         where the replicas may be on other machines.
-      announce: shows a line an event; None: standard error.
+      announce: shows a line per event; None: standard error.
 
     Returns:
       0 after a stop that was asked for; 1 after a second signal; 2 when no replica starts for a
@@ -148,7 +148,7 @@ def opened_router(
 
 @dataclass(kw_only=True)
 class Router:
-    """What stands before the replicas of one launch, from start to end."""
+    """The router before the replicas of one launch, from start to end."""
 
     service: Service
     placer: Placer
@@ -268,7 +268,7 @@ async def _drained(stops: Sequence[Coroutine[None, None, None]], at_once: asynci
 
 
 def _tidy(files: ClusterFiles, replicas: int, hosts: int) -> None:
-    """Remove what is of no use when the replicas are gone."""
+    """Remove what is not useful when the replicas are gone."""
     (files.directory / "replica.yaml").unlink(missing_ok=True)
     for number, rank in itertools.product(range(replicas), range(hosts)):
         files.replica_stacks(number, rank).unlink(missing_ok=True)

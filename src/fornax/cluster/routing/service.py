@@ -18,7 +18,8 @@ from fornax.config.errors import ConfigError, ServingError
 from fornax.config.http_server import HttpServer, replay
 from fornax.llm.server.config import ServerConfig
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.launch import ServeConfig, bind, uvicorn_config
+from fornax.llm.server.launch import ServeConfig
+from fornax.llm.server.listening import bind, uvicorn_config
 from fornax.llm.server.middleware import RequestMiddleware, configure_logging
 from fornax.serving.access import Limits
 from fornax.serving.config import HostConfig
@@ -26,6 +27,7 @@ from fornax.serving.grpc.front import Front
 from fornax.serving.http import bodies, http_server
 from fornax.serving.http.bodies import BodyMemory, ClientLeft, HeldBodies, LateBody
 from fornax.serving.http.gate import Gate, changes_server, path_of
+from fornax.serving.http.request_ids import with_request_id
 from fornax.serving.http.responses import Response, error_response, send_response
 from fornax.serving.telemetry.logs import configure_logging as configure_host_logging
 
@@ -50,7 +52,7 @@ _ENGINE_CALLS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Service:
-    """A command whose replicas a router stands before."""
+    """A command whose replicas are behind a router."""
 
     name: str
     """The command."""
@@ -209,6 +211,7 @@ class _V2Front:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
         limits = self._limits
+        send = with_request_id(scope, send)
         with HeldBodies(self._memory) as held:
             try:
                 try:

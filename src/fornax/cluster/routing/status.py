@@ -166,8 +166,9 @@ def _latest_launch(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def _prints_into(pid: int, log: Path) -> bool:
-    """Whether a process runs here and prints into a log, and so is no stranger of its number."""
+    """Whether a process runs here and prints into a log, and so is not another process that reuses
+    its number."""
     try:
         return Path(f"/proc/{pid}/fd/1").samefile(log)
-    except OSError:  # it is no more, or only its parent does not know it yet
+    except OSError:  # it is gone, or only its parent does not know it yet
         return False

@@ -52,7 +52,7 @@ class Events:
 
 @dataclass(frozen=True)
 class _End:
-    """Why a replica's process is no more."""
+    """Why a replica's process is gone."""
 
     kind: Kind
     what: str
@@ -61,7 +61,7 @@ class _End:
 
 @dataclass(eq=False)
 class _Slot:
-    """A replica's number, and whoever has it now."""
+    """A replica's number, and the replica that has it now."""
 
     number: int
     process: Handle | None = None
@@ -153,7 +153,7 @@ class Supervisor:
                     if slot.replica is None:
                         break
                 if slot.replica is None or slot.replica.phase == "ended":
-                    why = f"the new replica {slot.number} did not start; the others go on as before"
+                    why = f"the new replica {slot.number} did not start; the others still serve"
                     self._write(f"rolling restart stopped: {why}", rolling="stopped")
                     return
             self._write("rolling restart done", rolling="done")
@@ -193,7 +193,7 @@ class Supervisor:
             ):
                 why = (
                     f"replica {slot.number} does not start: it {end.what}. See "
-                    f"{self._files.replica_log(slot.number)}, mend it, and run the same command "
+                    f"{self._files.replica_log(slot.number)}, fix it, and run the same command "
                     "again"
                 )
                 raise _NoneStartsError(why, end.code)

@@ -1,4 +1,5 @@
-"""Calls over gRPC to replicas, in raw bytes: one channel a replica, and whose word a failure is."""
+"""Calls over gRPC to replicas, in raw bytes: one channel per replica, and whose word a failure
+is."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
 from fornax.config.credentials import HOST_NAME, TOKEN_HEADER, Credentials
 from fornax.config.errors import ServingCode, ServingError
-from fornax.serving.grpc.methods import CODE, Context
+from fornax.config.request_id import HEADER
+from fornax.serving.grpc.methods import CODE, Context, identify
 
-__all__ = ["REPLICA", "Metadata", "Upstreams", "is_broken", "is_refusal"]
+__all__ = ["REPLICA", "Metadata", "Upstreams", "is_broken", "is_refusal", "say_who"]
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -26,7 +28,7 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.ssl_target_name_override", HOST_NAME),  # the certificate is the run's, of no address
 )
-_OWN = frozenset(("user-agent", "x-forwarded-for", TOKEN_HEADER))
+_OWN = frozenset(("user-agent", "x-forwarded-for", HEADER, TOKEN_HEADER))
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 _REFUSALS = (ServingCode.UNAVAILABLE.name, ServingCode.RESOURCE_EXHAUSTED.name)
 
@@ -68,7 +70,7 @@ class Upstreams:
         return choice.replica, await self.channel(choice.replica)
 
     async def channel(self, replica: Replica) -> grpc.aio.Channel:
-        """A replica's channel; closes those of replicas that are no more."""
+        """A replica's channel; closes those of replicas that are gone."""
         channel = self._channels.get(replica)
         if channel is None:
             channel = self._opened(replica.grpc)
@@ -84,12 +86,13 @@ class Upstreams:
         return grpc.aio.secure_channel(address, self._secure, _OPTIONS)
 
     def metadata(self, context: Context) -> Metadata:
-        """What a client's call brings, as a replica gets it, and the token."""
+        """What a client's call brings, as a replica gets it, its id and the token."""
         found = context.invocation_metadata() or ()
-        return *((name, value) for name, value in found if name not in _OWN), self._token
+        kept = ((name, value) for name, value in found if name not in _OWN)
+        return *kept, (HEADER, identify(context)), self._token
 
     def broke(self, replica: Replica, breaks: int, why: str) -> None:
-        """A replica ended under a call, for the `breaks`th time: it may be made anew.
+        """A replica ended under a call, for the `breaks`th time: it may be made again.
 
         Raises:
           ServingError: it was made often enough.
@@ -102,6 +105,12 @@ class Upstreams:
                 "tried again",
             )
         self.metrics.retry("broken")
+
+
+def say_who(context: Context, replica: Replica) -> None:
+    """Tell the client behind its call which replica answers it, and the call's id."""
+    metadata = (HEADER, identify(context)), (REPLICA, str(replica.number))
+    context.set_trailing_metadata(metadata)
 
 
 def is_broken(error: grpc.aio.AioRpcError) -> bool:

@@ -12,9 +12,11 @@ from fornax.data.sources.array_record import ArrayRecordFiles, ArrayRecordSource
 class DatasetSource(ArrayRecordSource):
     """One split of a built dataset."""
 
-    def __init__(self, files: ArrayRecordFiles, content: str, fingerprint: str):
+    def __init__(self, files: ArrayRecordFiles, content: str, fingerprint: str, tokens: int):
         super().__init__(files, content)
         self._fingerprint = fingerprint
+        self.tokens = tokens
+        """Of all its records; 0 where they are text."""
 
     def identity(self) -> str:
         return f"{self._fingerprint}|{super().identity()}"
@@ -46,4 +48,5 @@ class Dataset:
         shards = manifest.splits[split].shards
         paths = [storage.join(self.path, shard.file) for shard in shards]
         files = ArrayRecordFiles(paths, storage, [shard.records for shard in shards])
-        return DatasetSource(files, manifest.content, manifest.fingerprint)
+        tokens = manifest.splits[split].tokens
+        return DatasetSource(files, manifest.content, manifest.fingerprint, tokens)

@@ -81,7 +81,7 @@ class JsonlSource:
             value = json.loads(decode(file.read(line), where))
         except ValueError as error:
             raise DataError(
-                f"{where} is not valid JSON ({error}): mend or remove the line"
+                f"{where} is not valid JSON ({error}): fix or remove the line"
             ) from error
         if not isinstance(value, dict):
             raise DataError(f"{where} is {type(value).__name__}, it must be a JSON object")

@@ -10,7 +10,7 @@ from fornax.config.errors import DataError
 from fornax.data.files import Storage
 from fornax.data.records import Record, decode
 
-# Folders that are no part of the library's own code, its tests and their data, and generated
+# Folders that are not part of the library's own code, its tests and their data, and generated
 # tables.
 _FOLDERS = frozenset(
     {

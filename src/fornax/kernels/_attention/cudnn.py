@@ -1,6 +1,6 @@
 """Attention on GPU: cuDNN's flash attention, through `jax.nn.dot_product_attention`.
 
-One document a row goes to cuDNN as it is. Packed documents, and positions that an index does not
+One document per row goes to cuDNN as it is. Packed documents, and positions that an index does not
 tell, go by a mask. cuDNN reads it as a bias of the queries' dtype, two bytes for each query and
 key, and returns as large a gradient of it. So the queries are taken a chunk at a time, each with
 the keys that one of its queries may see, and the mask of a chunk is bounded.
@@ -44,9 +44,9 @@ def declines(call: AttentionCall) -> str | None:
     if call.value_dim != call.head_dim:
         return f"it needs values as wide as keys, not {call.value_dim} beside {call.head_dim}"
     if call.softcap is not None:
-        return "it knows no softcap"
+        return "it does not support softcap"
     if call.sinks:
-        return "it knows no sinks"
+        return "it does not support sinks"
     if isinstance(own := by_heads(call), str):
         return own
     if 0 in (own.batch, own.queries, own.keys, own.heads):
@@ -99,7 +99,8 @@ def _in_order(call: AttentionCall) -> bool:
 
 
 def _widest() -> int:
-    """Return the widest heads that the GPU at hand takes; Hopper's where there is none to ask."""
+    """Return the widest heads that this machine's GPU takes; Hopper's where there is none to
+    ask."""
     if jax.default_backend() == "gpu":
         capability = getattr(jax.local_devices()[0], "compute_capability", "")
         return _WIDEST if float(capability or 0) >= 9 else _WIDEST_AMPERE

@@ -112,7 +112,7 @@ def _declines(
     name: str, of_its_own: Callable[[AttentionCall], str | None], call: AttentionCall
 ) -> str | None:
     if call.exchange not in ("auto", EXCHANGES[name]):
-        return f"its devices meet by {EXCHANGES[name]}, and the call asks for {call.exchange}"
+        return f"its devices exchange by {EXCHANGES[name]}, and the call asks for {call.exchange}"
     return of_its_own(call)
 
 
@@ -139,7 +139,7 @@ def _refusal(call: AttentionCall) -> str:
     why = "; ".join(f"{name}: {reason}" for name, reason in asked.items())
     able = [one for one in get_args(Exchange) if None in reasons(one).values()]
     return (
-        f"attention: devices that divide the length cannot meet by {call.exchange} "
+        f"attention: devices that divide the length cannot exchange by {call.exchange} "
         f"(model.context_exchange) in this call: {why or f'{call.platform} has no such kernel'}; "
         f"use {' or '.join(['auto', *able])}"
     )

@@ -16,18 +16,26 @@ import numpy as np
 from fornax.config.errors import KernelError
 from fornax.kernels._experts import native
 from fornax.kernels._grouped import GroupedWeight
+from fornax.kernels._packed import PackedWeight
+from fornax.kernels._packed import native as packed
 
 __all__ = ["fused_experts", "fuses_experts"]
 
 
-def fuses_experts(x: jax.Array, *weights: object) -> bool:
+def fuses_experts(x: jax.Array, gate: object, up: object, down: object) -> bool:
     """Whether `fused_experts` can run tokens x [..., D] through these weights here."""
+    weights = (gate, up, down)
+    if x.dtype != jnp.float32 or not native.takes(x):
+        return False
+    if isinstance(gate, PackedWeight) and isinstance(up, PackedWeight):
+        packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
+        kinds = {(weight.implementation, weight.precision) for weight in packed}
+        alike = kinds == {("native", gate.precision)} and gate.group == up.group
+        return len(packed) == len(weights) and alike
     dtypes = {weight.dtype for weight in weights if isinstance(weight, GroupedWeight)}
-    return (
-        native.takes(x)
-        and all(isinstance(weight, GroupedWeight) for weight in weights)
-        and dtypes in ({jnp.dtype(jnp.float32)}, {jnp.dtype(jnp.bfloat16)})
-        and x.dtype == jnp.float32
+    return all(isinstance(weight, GroupedWeight) for weight in weights) and dtypes in (
+        {jnp.dtype(jnp.float32)},
+        {jnp.dtype(jnp.bfloat16)},
     )
 
 
@@ -35,9 +43,9 @@ def fused_experts(
     x_MD: jax.Array,
     weights_Mk: jax.Array,
     experts_Mk: jax.Array,
-    gate: GroupedWeight,
-    up: GroupedWeight,
-    down: GroupedWeight,
+    gate: GroupedWeight | PackedWeight,
+    up: GroupedWeight | PackedWeight,
+    down: GroupedWeight | PackedWeight,
     *,
     activation: Literal["silu", "gelu_tanh"],
     clip: float | None = None,
@@ -51,13 +59,14 @@ def fused_experts(
 
     A token's result has the same bits whatever other tokens there are and however many threads run.
     It has no gradient. Sums are float32; rows and activations are rounded to the matrices' dtype
-    before they are multiplied, as `grouped_matmul` does.
+    before they are multiplied, as `grouped_matmul` does; for packed weights as `pack` says.
 
     Args:
         x_MD: float32.
         weights_Mk: float32.
         experts_Mk: int32, all of a token different; E and above for none.
-        gate: one layer [E, D, F], float32 or bfloat16.
+        gate: one layer [E, D, F], float32 or bfloat16, or all three packed in one precision, gate
+            and up with groups of one size.
         up: one layer [E, D, F].
         down: one layer [E, F, D].
         activation: of gate's product.
@@ -80,7 +89,8 @@ def fused_experts(
     if not fuses_experts(x_MD, gate, up, down):
         raise KernelError(
             "fused_experts: it runs float32 tokens through layers of GroupedWeights of one dtype, "
-            "float32 or bfloat16, on one CPU with a C++ compiler; use grouped_matmul"
+            "float32 or bfloat16, or of native PackedWeights of one precision, on one CPU with a "
+            "C++ compiler; use grouped_matmul"
         )
     if (gate.shape, up.shape, down.shape) != ((E, D, F), (E, D, F), (E, F, D)) or (
         weights_Mk.shape,
@@ -95,28 +105,27 @@ def fused_experts(
         jnp.zeros(0, jnp.float32) if bias is None else bias.astype(jnp.float32)
         for bias in (gate_bias_EF, up_bias_EF, down_bias_ED)
     ]
-    # All but the first are working memory, which the compiler so accounts for.
-    results = (
-        jax.ShapeDtypeStruct((M, D), jnp.float32),
-        jax.ShapeDtypeStruct((M * k, D), gate.dtype),
-        jax.ShapeDtypeStruct((M * k, F), gate.dtype),
-        jax.ShapeDtypeStruct((M * k, F), jnp.float32),
-        jax.ShapeDtypeStruct((M * k, F), jnp.float32),
-        jax.ShapeDtypeStruct((M * k, D), jnp.float32),
+    given = (x_MD, weights_Mk.astype(jnp.float32), experts_Mk.astype(jnp.int32))
+    how = {
+        "gelu": np.bool_(activation == "gelu_tanh"),
+        "clip": np.float32(clip or 0),
+        "gain": np.float32(gain),
+        "weigh_input": np.bool_(weigh_input),
+    }
+    # All results but the first are working memory, which the compiler so accounts for.
+    y = jax.ShapeDtypeStruct((M, D), jnp.float32)
+    inner = jax.ShapeDtypeStruct((M * k, F), jnp.float32)
+    outer = jax.ShapeDtypeStruct((M * k, D), jnp.float32)
+    if isinstance(gate, PackedWeight):
+        call = jax.ffi.ffi_call(
+            "fornax_packed_experts", (y, inner, inner, outer), vmap_method="sequential"
+        )
+        weights = [w for w in (gate, up, down) if isinstance(w, PackedWeight)]
+        parts = [part for weight in weights for part in packed.filled(weight.parts)]
+        return call(*given, gate.index, *parts, *biases, precision=gate.precision, **how)[0]
+    rows = jax.ShapeDtypeStruct((M * k, D), gate.dtype)
+    hidden = jax.ShapeDtypeStruct((M * k, F), gate.dtype)
+    call = jax.ffi.ffi_call(
+        "fornax_fused_experts", (y, rows, hidden, inner, inner, outer), vmap_method="sequential"
     )
-    call = jax.ffi.ffi_call("fornax_fused_experts", results, vmap_method="sequential")
-    y_MD, *_ = call(
-        x_MD,
-        weights_Mk.astype(jnp.float32),
-        experts_Mk.astype(jnp.int32),
-        gate.values,
-        up.values,
-        down.values,
-        gate.layer,
-        *biases,
-        gelu=np.bool_(activation == "gelu_tanh"),
-        clip=np.float32(clip or 0),
-        gain=np.float32(gain),
-        weigh_input=np.bool_(weigh_input),
-    )
-    return y_MD
+    return call(*given, gate.values, up.values, down.values, gate.layer, *biases, **how)[0]

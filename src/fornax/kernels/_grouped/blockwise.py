@@ -1,7 +1,7 @@
 """Grouped products a block of rows at a time in plain JAX: on any device, for any floating dtype.
 
 A loop goes over blocks of rows, each of one group; the last of a group is filled up with rows
-that count for nothing. It costs a copy of a group's matrix for each block, so that it is slower
+that are not counted. It costs a copy of a group's matrix for each block, so that it is slower
 than a dense product, but its work grows with the rows and not with rows times groups.
 
 Legend: M rows, E groups, K inputs, N outputs, B rows of a block.
@@ -16,7 +16,7 @@ from jax import lax
 
 from fornax.kernels._grouped.call import GroupedProducts
 
-__all__ = ["blockwise"]
+__all__ = ["block_of", "blockwise", "over_blocks"]
 
 _BLOCK = 128
 _SMALLEST = 8
@@ -24,7 +24,7 @@ _OPEN = 32
 """Where the number of rows is open, as in an exported function."""
 
 
-def _over_blocks(
+def over_blocks(
     sizes_E: jax.Array,
     block: int,
     start: Any,
@@ -45,7 +45,7 @@ def _over_blocks(
     return lax.fori_loop(0, last_E[-1], step, start)
 
 
-def _block_of(rows: int, groups: int) -> int:
+def block_of(rows: int, groups: int) -> int:
     """Return the rows of a block: about those of a group, so that few are filled up."""
     if not isinstance(rows, int):
         return _OPEN
@@ -55,7 +55,7 @@ def _block_of(rows: int, groups: int) -> int:
 
 def _by_group(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, transposed: bool) -> jax.Array:
     M, wide = x_MK.shape[0], jnp.promote_types(x_MK.dtype, jnp.float32)
-    block = _block_of(M, w.shape[0])
+    block = block_of(M, w.shape[0])
     padded_MK = jnp.pad(x_MK, ((0, block), (0, 0)))
     axes = (((1,), (1 if transposed else 0,)), ((), ()))
 
@@ -67,12 +67,12 @@ def _by_group(x_MK: jax.Array, w: jax.Array, sizes_E: jax.Array, transposed: boo
         return lax.dynamic_update_slice_in_dim(y_MN, y_BN.astype(x_MK.dtype), first, 0)
 
     y_MN = jnp.zeros((M + block, w.shape[1 if transposed else 2]), x_MK.dtype)
-    return _over_blocks(sizes_E, block, y_MN, visit)[:M]
+    return over_blocks(sizes_E, block, y_MN, visit)[:M]
 
 
 def _outer(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     E, wide = sizes_E.shape[0], jnp.promote_types(x_MK.dtype, jnp.float32)
-    block = _block_of(x_MK.shape[0], E)
+    block = block_of(x_MK.shape[0], E)
     x_MK, y_MN = (jnp.pad(a, ((0, block), (0, 0))) for a in (x_MK, y_MN))
 
     def visit(dw_EKN: jax.Array, group: jax.Array, first: jax.Array, counts_B1: jax.Array) -> Any:
@@ -83,7 +83,7 @@ def _outer(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
         return lax.dynamic_update_index_in_dim(dw_EKN, sum_KN, group, 0)
 
     dw_EKN = jnp.zeros((E, x_MK.shape[1], y_MN.shape[1]), wide)
-    return _over_blocks(sizes_E, block, dw_EKN, visit).astype(x_MK.dtype)
+    return over_blocks(sizes_E, block, dw_EKN, visit).astype(x_MK.dtype)
 
 
 blockwise = GroupedProducts(_by_group, _outer)

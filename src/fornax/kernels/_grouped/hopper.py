@@ -1,6 +1,6 @@
 """Grouped products on NVIDIA Hopper: Tokamax's Mosaic kernels, an optional package.
 
-Each of the three products is a kernel, called alone: the derivative is ours. The kernels know no
+Each of the three products is a kernel, called alone: the derivative is ours. The kernels skip
 rows beyond the last group: of the product they leave memory as it was, and in the gradient of the
 matrices zeros times such a row would count, so that both are masked here.
 
@@ -52,9 +52,9 @@ def _missing() -> str | None:
 
 
 def _other_device() -> str | None:
-    """The library asks the device at hand what to compile for."""
+    """The library asks this machine's device what to compile for."""
     if jax.default_backend() != "gpu":
-        return "it compiles for the GPU at hand, and there is none"
+        return "it compiles for this machine's GPU, and there is none"
     capability = float(getattr(jax.local_devices()[0], "compute_capability", "") or 0)
     if 9 <= capability < 10:
         return None

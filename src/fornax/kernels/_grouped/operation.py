@@ -15,9 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 from fornax.kernels._grouped import hopper, native, ragged, tpu
 from fornax.kernels._grouped.blockwise import blockwise
 from fornax.kernels._grouped.call import GroupedCall, GroupedInputs, GroupedProducts, describe
+from fornax.kernels._grouped.packed import multiply_packed
 from fornax.kernels._grouped.reference import reference
 from fornax.kernels._grouped.weight import GroupedWeight
 from fornax.kernels._linear import LINEAR_OUTPUT
+from fornax.kernels._packed import PackedWeight
 from fornax.kernels.registry import Implementation, Operation, Work, register
 
 __all__ = ["grouped_matmul", "grouped_matmul_operation"]
@@ -25,7 +27,7 @@ __all__ = ["grouped_matmul", "grouped_matmul_operation"]
 
 def grouped_matmul(
     x_MK: jax.Array,
-    w_EKN: jax.Array | GroupedWeight,
+    w_EKN: jax.Array | GroupedWeight | PackedWeight,
     group_sizes_E: jax.Array,
     *,
     implementation: str | None = None,
@@ -39,7 +41,8 @@ def grouped_matmul(
     Args:
         x_MK: rows sorted by group; one floating dtype for x and w.
         w_EKN: a matrix for each group; of a `GroupedWeight`, which is only read, x may be float32
-            whatever its dtype: it is rounded to it.
+            whatever its dtype: it is rounded to it. Of a `PackedWeight` with experts x is float32
+            or bfloat16, rounded as `pack` says; there is no gradient.
         group_sizes_E: int32 rows of each group, 0 or more, with a sum of at most M. Rows beyond it
             are padding: whatever they hold, they are zeros in y and get a gradient of zeros.
         implementation: name of one implementation to run, no other.
@@ -51,6 +54,8 @@ def grouped_matmul(
     Raises:
         KernelError: arguments that do not fit together, or `implementation` cannot run the call.
     """
+    if isinstance(w_EKN, PackedWeight):
+        return multiply_packed(x_MK, w_EKN, group_sizes_E, implementation)
     inputs = GroupedInputs(x_MK=x_MK, w_EKN=w_EKN, sizes_E=group_sizes_E)
     call = describe(inputs)
     chosen = grouped_matmul_operation.choose(call, implementation)

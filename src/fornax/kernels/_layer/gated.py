@@ -183,6 +183,7 @@ gated_linear_unit_operation: Operation[GatedUnitCall] = register(
                 _native,
                 lambda call: native.declines(call.devices, call.dtype),
                 platform="cpu",
+                steady=True,
             ),
             Implementation("xla", _formula, lambda call: None),
         ),

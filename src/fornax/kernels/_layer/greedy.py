@@ -3,7 +3,6 @@
 Legend: M rows, V vocabulary, G x L the vocabulary in lanes.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,13 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels import reductions
 from fornax.kernels._grouped.call import free_devices
 from fornax.kernels._layer import native
 from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
 
-__all__ = ["ArgmaxCall", "argmax", "argmax_operation"]
-
-_LANES = 256
+__all__ = ["ArgmaxCall", "argmax", "argmax_in_lanes", "argmax_operation"]
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,17 @@ def argmax(x_MV: jax.Array, *, implementation: str | None = None) -> jax.Array:
     if x_MV.ndim != 2 or x_MV.dtype != jnp.float32:
         raise KernelError(f"argmax: x{x_MV.shape} of {x_MV.dtype} must be float32 [M, V]")
     if native.is_open(x_MV):
-        return _in_lanes(x_MV)
+        return argmax_in_lanes(x_MV)
     call = ArgmaxCall(current_platform(), *x_MV.shape, devices=free_devices())
     return argmax_operation.choose(call, implementation).run(x_MV)
 
 
-def _in_lanes(x_MV: jax.Array) -> jax.Array:
+def argmax_in_lanes(x_MV: jax.Array) -> jax.Array:
     """Two reductions that run over lanes side by side, which XLA's own argmax does not."""
-    V = x_MV.shape[1]
-    groups = math.ceil(V / _LANES)
-    filled_MX = jnp.pad(x_MV, ((0, 0), (0, groups * _LANES - V)), constant_values=-jnp.inf)
-    x_MGL = filled_MX.reshape(-1, groups, _LANES)
-    max_M = jnp.max(jnp.max(x_MGL, axis=1), axis=-1)
-    index_GL = jnp.arange(groups * _LANES, dtype=jnp.int32).reshape(groups, _LANES)
-    found_MGL = jnp.where(x_MGL == max_M[:, None, None], index_GL, groups * _LANES - 1)
+    x_MGL = reductions.split(x_MV, -jnp.inf)
+    max_M = reductions.maximum(x_MGL)
+    index_GL = jnp.arange(x_MGL[0].size, dtype=jnp.int32).reshape(x_MGL.shape[1:])
+    found_MGL = jnp.where(x_MGL == max_M[:, None, None], index_GL, x_MGL[0].size - 1)
     # XLA's maximum on CPU may leave NaN out.
     finite_M = jnp.isfinite(max_M) & ~jnp.any(jnp.isnan(x_MV), axis=1)
     return jnp.where(finite_M, jnp.min(jnp.min(found_MGL, axis=1), axis=-1), -1)
@@ -87,7 +82,7 @@ argmax_operation: Operation[ArgmaxCall] = register(
             Implementation(
                 "native", _native, lambda call: native.declines(call.devices), platform="cpu"
             ),
-            Implementation("xla", _in_lanes, lambda call: None),
+            Implementation("xla", argmax_in_lanes, lambda call: None),
         ),
         _benchmark,
         work=_work,

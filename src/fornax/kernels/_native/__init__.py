@@ -2,10 +2,11 @@
 
 from fornax.kernels._native.build import (
     build_all,
+    compiled,
     compiler,
     has_features,
     library_path,
     unavailable,
 )
 
-__all__ = ["build_all", "compiler", "has_features", "library_path", "unavailable"]
+__all__ = ["build_all", "compiled", "compiler", "has_features", "library_path", "unavailable"]

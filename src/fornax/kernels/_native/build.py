@@ -27,7 +27,7 @@ import jaxlib
 from fornax.config import environment
 from fornax.kernels._native import units
 
-__all__ = ["build_all", "compiler", "has_features", "library_path", "unavailable"]
+__all__ = ["build_all", "compiled", "compiler", "has_features", "library_path", "unavailable"]
 
 _TIMEOUT_S = 300
 
@@ -83,6 +83,22 @@ def _notice(reason: str) -> None:
     _log.warning("native CPU kernels are off, XLA's are used instead: %s", reason)
 
 
+def compiled() -> tuple[int, int]:
+    """How many units have a library, the wheel's or one compiled before, and how many there are.
+
+    Compiles none.
+    """
+    cxx = compiler()
+    found = 0
+    for unit in units.UNITS:
+        try:
+            there = _prebuilt(unit) is not None or (cxx is not None and _place(cxx, unit).exists())
+        except _BuildError:
+            there = False
+        found += there
+    return found, len(units.UNITS)
+
+
 def compiler() -> str | None:
     """Return the C++ compiler's path: CXX if set, else the first of c++, g++, clang++."""
     named = environment.cxx()
@@ -99,11 +115,15 @@ def library_path(unit: str) -> Path:
     cxx = compiler()
     if cxx is None:
         raise _BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
-    folder = environment.cache_dir() / "native" / _fingerprint(cxx, unit)
-    path = folder / f"{unit}.so"
+    path = _place(cxx, unit)
     if not path.exists():
         _compile(cxx, unit, path)
     return path
+
+
+def _place(cxx: str, unit: str) -> Path:
+    """Return where this machine keeps a unit that it compiled."""
+    return environment.cache_dir() / "native" / _fingerprint(cxx, unit) / f"{unit}.so"
 
 
 def _prebuilt(unit: str) -> Path | None:
@@ -191,5 +211,5 @@ def _load(path: Path) -> ctypes.CDLL:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise _BuildError(
-            f"{path} could not be loaded and was removed ({error}); start again to compile it anew"
+            f"{path} could not be loaded and was removed ({error}); start again to recompile it"
         ) from error

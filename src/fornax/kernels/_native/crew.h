@@ -1,4 +1,4 @@
-// Threads that share short loops, one after the other: what decoding one token is made of.
+// Threads that share short loops, one after the other: what a step of an engine is made of.
 //
 // A token of a small model is a hundred products of some 50 microseconds each, and waking a sleeping
 // thread takes 20. So the threads here watch for the next loop for a while before they sleep. They
@@ -188,7 +188,7 @@ class Crew {
   std::atomic<bool> waiting_{false};
 };
 
-constexpr int64_t kShort = 64;  // most rows of a loop after which the crew lingers
+constexpr int64_t kShort = 512;  // most rows of a loop after which the crew lingers
 
 // `parallel_for` by the crew, over something that has so many rows. After loops over many rows it
 // sleeps at once: waking is nothing beside those, and what XLA runs between them wants the cores.

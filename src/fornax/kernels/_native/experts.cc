@@ -15,24 +15,6 @@ namespace {
 using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
-// Rows in the order of their groups, [A] each: which comes at each place, and at which place each
-// comes. Rows of no group are last.
-void order_rows(const int32_t* groups, int64_t A, int64_t E, int32_t* order, int32_t* inverse,
-                int32_t* sizes) {
-  const auto group = [&](int64_t row) {
-    return groups[row] < 0 || groups[row] >= E ? E : groups[row];
-  };
-  std::vector<int32_t> place(E + 2);
-  for (int64_t row = 0; row < A; ++row) ++place[group(row) + 1];
-  std::copy_n(place.begin() + 1, E, sizes);
-  for (int64_t e = 0; e <= E; ++e) place[e + 1] += place[e];
-  for (int64_t row = 0; row < A; ++row) {
-    const int32_t at = place[group(row)]++;
-    inverse[row] = at;
-    order[at] = static_cast<int32_t>(row);
-  }
-}
-
 ffi::Error order_call(Ints groups, ffi::ResultBuffer<ffi::S32> order,
                       ffi::ResultBuffer<ffi::S32> inverse, ffi::ResultBuffer<ffi::S32> sizes) {
   order_rows(groups.typed_data(), groups.dimensions()[0], sizes->dimensions()[0],
@@ -162,10 +144,6 @@ struct Layer {
   Activation activation;
 };
 
-inline void add_line(float* line, const float* bias, int64_t count) {
-  for (int64_t j = 0; j < count; ++j) line[j] += bias[j];
-}
-
 // What a call is given of its tokens, and room for their rows in the order of experts.
 template <typename T>
 struct Tokens {
@@ -263,18 +241,8 @@ void run_experts(ffi::ThreadPool& pool, const Layer<T>& layer, const Tokens<T>& 
                t.right - t.left);
     }
   });
-  share_evenly(pool, M, A * D, [&](int64_t from, int64_t to) {
-    for (int64_t m = from; m < to; ++m) {
-      float* line = tokens.y + m * D;
-      std::fill_n(line, D, 0.0f);
-      for (int64_t a = m * k; a < (m + 1) * k; ++a) {
-        if (inverse[a] >= edge[E]) continue;
-        const float* output = tokens.outputs + inverse[a] * D;
-        const float weight = tokens.weigh_input ? 1.0f : tokens.weights[a];
-        for (int64_t j = 0; j < D; ++j) line[j] += weight * output[j];
-      }
-    }
-  });
+  sum_outputs(pool, M, k, D, inverse.data(), edge[E], tokens.outputs,
+              tokens.weigh_input ? nullptr : tokens.weights, tokens.y);
 }
 
 // The arguments of a call, whatever the dtype of its matrices.

@@ -15,6 +15,7 @@
 
 #include "bfloat16_product.h"
 #include "crew.h"
+#include "expert_rows.h"
 
 namespace fornax {
 
@@ -99,44 +100,6 @@ inline void load_wide(const Half* from, int64_t count, float* to) {
   for (int64_t j = 0; j < count; ++j) to[j] = widen(from[j]);
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define FORNAX_SHUFFLES 1
-#endif
-#endif
-
-#if defined(FORNAX_SHUFFLES)
-// Lanes of two rows that lie kStep apart: blocks of kStep lanes are exchanged across the diagonal.
-template <int kStep, int... I>
-inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, I...>) {
-  const Vec low = __builtin_shufflevector(a, b, ((I & kStep) ? I - kStep + kLanes : I)...);
-  b = __builtin_shufflevector(a, b, ((I & kStep) ? I + kLanes : I + kStep)...);
-  a = low;
-}
-template <int kStep>
-inline void exchange_all(Vec* rows) {
-  if constexpr (kStep < kLanes) {
-    for (int i = 0; i < kLanes; ++i) {
-      if (!(i & kStep)) {
-        exchange<kStep>(rows[i], rows[i + kStep], std::make_integer_sequence<int, kLanes>());
-      }
-    }
-    exchange_all<2 * kStep>(rows);
-  }
-}
-inline void transpose_square(Vec rows[kLanes]) { exchange_all<1>(rows); }
-#else
-inline void transpose_square(Vec rows[kLanes]) {
-  for (int i = 0; i < kLanes; ++i) {
-    for (int j = 0; j < i; ++j) {
-      const float kept = rows[i][j];
-      rows[i][j] = rows[j][i];
-      rows[j][i] = kept;
-    }
-  }
-}
-#endif
-
 // to[j * to_row + i] = from[i * row + j] for i < rows, j < columns.
 template <typename T>
 void copy_transposed(const T* from, int64_t row, int64_t rows, int64_t columns, float* to,
@@ -149,7 +112,7 @@ void copy_transposed(const T* from, int64_t row, int64_t rows, int64_t columns, 
       for (int64_t r = 0; r < height; ++r) {
         load_wide(from + (i + r) * row + j, width, reinterpret_cast<float*>(square + r));
       }
-      transpose_square(square);
+      transpose(square);
       for (int64_t c = 0; c < width; ++c) {
         float* line = to + (j + c) * to_row + i;
         std::memcpy(line, square + c, height * sizeof(float));
@@ -669,15 +632,6 @@ struct Product {
     }
   }
 };
-
-// Where each group's rows begin, and where the last one's end: never beyond M.
-inline std::vector<int64_t> edges(const int32_t* sizes, int64_t E, int64_t M) {
-  std::vector<int64_t> found(1, 0);
-  for (int64_t e = 0; e < E; ++e) {
-    found.push_back(std::min(M, found.back() + std::max<int64_t>(sizes[e], 0)));
-  }
-  return found;
-}
 
 // Rows and columns of the result of one product.
 struct Task {

@@ -1,8 +1,8 @@
-// What lies between a decoder's products: the gated linear unit, rows of the table of embeddings, and
-// the likeliest token of each row of logits. XLA's loops for these run on one thread, or wake another
+// What lies between a decoder's products: the gated linear unit, rotary embeddings, rows of the table of
+// embeddings, and the likeliest token of each row of logits. XLA's loops for these run on one thread, or wake another
 // one for longer than the work takes.
 //
-// Letters: M rows, F width of an MLP, V rows of the table or tokens of the vocabulary, D width.
+// Letters: M rows, N heads, H their width, r pairs of its elements, F width of an MLP, V rows of the table or tokens of the vocabulary, D width.
 
 #include <algorithm>
 #include <cmath>
@@ -132,6 +132,38 @@ ffi::Error take_rows_call(ffi::ThreadPool pool, ffi::AnyBuffer table, Ints index
   return ffi::Error::Success();
 }
 
+// Pairs of each head's first 2 r elements turned; neighbours come out r apart.
+template <typename T>
+void rotary_embedding(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Floats& cos,
+                      const Floats& sin, bool interleaved, ffi::AnyBuffer& y) {
+  const int64_t tokens = x.dimensions()[0] * x.dimensions()[1], N = x.dimensions()[2];
+  const int64_t H = x.dimensions()[3], r = cos.dimensions()[2];
+  share_evenly(pool, tokens, tokens * N * H, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float *c = cos.typed_data() + t * r, *s = sin.typed_data() + t * r;
+      for (int64_t n = 0; n < N; ++n) {
+        const T* from = static_cast<const T*>(x.untyped_data()) + (t * N + n) * H;
+        T* to = static_cast<T*>(y.untyped_data()) + (t * N + n) * H;
+        const int64_t step = interleaved ? 2 : 1;
+        const T* other = from + (interleaved ? 1 : r);
+        for (int64_t i = 0; i < r; ++i) {
+          const float first = widen(from[i * step]), second = widen(other[i * step]);
+          narrow(first * c[i] - second * s[i], to + i);
+          narrow(second * c[i] + first * s[i], to + r + i);
+        }
+        std::copy(from + 2 * r, from + H, to + 2 * r);
+      }
+    }
+  });
+}
+
+ffi::Error rotary_embedding_call(ffi::ThreadPool pool, ffi::AnyBuffer x, Floats cos, Floats sin,
+                                 ffi::Result<ffi::AnyBuffer> y, bool interleaved) {
+  const auto run = x.element_type() == ffi::F32 ? rotary_embedding<float> : rotary_embedding<Half>;
+  run(pool, x, cos, sin, interleaved, *y);
+  return ffi::Error::Success();
+}
+
 // The first of the greatest elements; -1 where one is NaN, or the greatest is not finite.
 int32_t argmax(const float* x, int64_t V) {
   constexpr float kLeast = -std::numeric_limits<float>::infinity();
@@ -205,3 +237,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_argmax, fornax::argmax_call,
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_rotary_embedding, fornax::rotary_embedding_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("interleaved"));

@@ -69,8 +69,10 @@ struct Float32 {
   static constexpr int64_t kInputs = 1;   // of a word
   static constexpr int64_t kNumbers = 1;  // of x for a word
   static constexpr int64_t kBlock = fornax::kBlock;
+  static constexpr int64_t kStride = kPanel;  // from a word of a panel to the next
   static constexpr bool kGrouped = false;  // whether groups of its inputs have scales
   static constexpr bool kRounded = false;  // whether x is rounded to integers, group by group
+  static constexpr bool kBlocks = false;   // whether scales lie among the words
   using Scale = float;
 
   static Vec add(Vec acc, const float* x, int, Vec w) { return acc + splat_word(x) * w; }
@@ -84,8 +86,10 @@ struct Float32 {
 struct BFloat16 {
   static constexpr int64_t kInputs = 2;
   static constexpr int64_t kBlock = fornax::kBlock;
+  static constexpr int64_t kStride = kPanel;
   static constexpr bool kGrouped = false;
   static constexpr bool kRounded = false;
+  static constexpr bool kBlocks = false;
   using Scale = float;
 
 #if defined(__AVX512BF16__)

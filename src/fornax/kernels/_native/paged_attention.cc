@@ -9,7 +9,7 @@
 // Letters: T tokens of the step, N query heads, K key/value heads, G = N / K, H head width, P pages of
 // a layer, S slots of a page, C = 2 K or, where keys are values too, K, R rows
 // (sequences), W pages of a table's row. q, o [T, N, H]; kv [L, P, S, C, H]. A line is one query head
-// of one token.
+// of one token. Of a cache of codes (paged_codes.h), scales [L, P, 1, C S] come beside it.
 
 #include <algorithm>
 #include <atomic>
@@ -21,6 +21,7 @@
 
 #include "crew.h"
 #include "paged_block.h"
+#include "paged_codes.h"
 
 namespace fornax {
 namespace {
@@ -67,7 +68,8 @@ struct Step {
   int64_t vectors;  // of a slot and key head: key and value, or one that is both
   int64_t layer;
   const int32_t *table, *start, *lens;
-  const float* sinks;  // null: none
+  const float* sinks;   // null: none
+  const float* scales;  // of a cache of codes
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
   int64_t group() const { return N / K; }
@@ -102,9 +104,9 @@ struct Attend {
   int64_t lines(const Item& item) const { return item.count * s.group() * item.heads; }
 
   struct Scratch {
-    float *queries, *keys, *values, *scores, *shrink;
+    float *queries, *keys, *values, *turned, *scores, *shrink, *key_scales, *value_scales;
     const T *key_at[kKeys], *value_at[kKeys];
-    const float *wide_key_at[kKeys], *wide_value_at[kKeys];
+    const float* wide_value_at[kKeys];
   };
 
   // Whether a block is first copied together as padded floats: worth it for many lines, which would
@@ -115,7 +117,7 @@ struct Attend {
 
   int64_t scratch_floats(const Item& item) const {
     const int64_t tile = item.count * s.group();
-    return lines(item) * s.width() + kKeys * (2 * s.width() + tile) + round_up(tile, 16) +
+    return lines(item) * s.width() + kKeys * (3 * s.width() + tile + 2) + round_up(tile, 16) +
            2 * round_up(Partial::floats(lines(item), s.width()), 16) + 16;
   }
 
@@ -124,12 +126,14 @@ struct Attend {
     Scratch w;
     w.keys = arena.take(kKeys * width);
     w.values = arena.take(kKeys * width);
+    w.turned = arena.take(kKeys * width);
     w.scores = arena.take(kKeys * tile);
     w.shrink = arena.take(round_up(tile, 16));
+    w.key_scales = arena.take(kKeys);
+    w.value_scales = s.vectors == 2 ? arena.take(kKeys) : w.key_scales;
     w.queries = arena.take(round_up(lines(item) * width, 16));
     for (int64_t j = 0; j < kKeys; ++j) {
-      w.wide_key_at[j] = w.keys + j * width;
-      w.wide_value_at[j] = s.vectors == 2 ? w.values + j * width : w.wide_key_at[j];
+      w.wide_value_at[j] = (s.vectors == 2 ? w.values : w.keys) + j * width;
     }
     if (width != s.H) std::fill(w.keys, w.keys + 2 * kKeys * width, 0.0f);
     load_queries(item, w.queries);
@@ -148,18 +152,63 @@ struct Attend {
     }
   }
 
-  // Where the slots of the block that begins at `base` lie. Keys that no token sees have no page: the
-  // nearest that is seen stands for them.
-  void find_slots(const Item& item, int64_t base, const T** to) const {
+  // Consecutive slots of a page, and where the scales of the item's first vector lie for them.
+  struct Run {
+    int64_t first, count;
+    const float* scales;
+  };
+
+  // A block of keys: where its slots lie, and of a cache of codes its runs.
+  struct Block {
+    const T* slots[kKeys];
+    Run runs[kCodes<T> ? kKeys : 1];
+    int64_t count = 0;  // runs
+  };
+
+  // Finds the block that begins at `base`. Keys that no token sees have no page: the nearest that is
+  // seen stands for them.
+  void find(const Item& item, int64_t base, Block& block) const {
+    const T** to = block.slots;
+    block.count = 0;
     const int64_t low = std::max(item.low, base), high = std::min(item.high, base + kKeys);
     for (int64_t position = low; position < high;) {
       const int64_t page = s.table[item.row * s.W + position / s.S], slot = position % s.S;
       const T* at = kv + (((s.layer * s.P + page) * s.S + slot) * s.C) * s.H;
       const int64_t end = std::min(high, position + s.S - slot);
+      if constexpr (kCodes<T>) {
+        const int64_t vector = (s.layer * s.P + page) * s.C + s.vectors * item.head;
+        block.runs[block.count++] = {position - base, end - position,
+                                     s.scales + vector * s.S + slot};
+      }
       for (; position < end; ++position, at += s.C * s.H) to[position - base] = at;
     }
     for (int64_t j = base; j < low; ++j) to[j - base] = to[low - base];
     for (int64_t j = high; j < base + kKeys; ++j) to[j - base] = to[high - 1 - base];
+  }
+
+  // The scales of a block's keys and values for the item's `head`-th head; 0 for keys that it does
+  // not have.
+  void load_scales(const Block& block, int64_t head, Scratch& w) const {
+    int64_t end = 0;
+    const auto fill = [&](float* to, int64_t vector) {
+      std::fill(to, to + block.runs[0].first, 0.0f);
+      for (int64_t i = 0; i < block.count; ++i) {
+        const Run& run = block.runs[i];
+        const float* from = run.scales + vector * s.S;
+        for (int64_t j = 0; j < run.count; ++j) to[run.first + j] = from[j] * T::kUnit;
+        end = run.first + run.count;
+      }
+      std::fill(to + end, to + kKeys, 0.0f);
+    };
+    fill(w.key_scales, s.vectors * head);
+    if (s.vectors == 2) fill(w.value_scales, s.vectors * head + 1);
+  }
+
+  void fetch_scales(const Item& item, const Block& block) const {
+    for (int64_t i = 0; i < block.count; ++i) {
+      const int64_t floats = s.vectors * item.heads * s.S;
+      for (int64_t j = 0; j < floats; j += 16) __builtin_prefetch(block.runs[i].scales + j);
+    }
   }
 
   // What asks for the block whose slots these are.
@@ -170,15 +219,17 @@ struct Attend {
     return {from, kKeys, static_cast<int64_t>(s.vectors * item.heads * s.H * sizeof(T))};
   }
 
-  // Scores of one line become weights. Keys low..high of the block are visible to it.
-  float soften(float* scores, int64_t columns, int64_t low, int64_t high, float* top,
-               float* total) const {
+  // Scores of one line become weights, of codes the factors of these. Keys low..high of the block are
+  // visible to it.
+  float soften(const Scratch& w, float* scores, int64_t columns, int64_t low, int64_t high,
+               float* top, float* total) const {
     const bool cut = low > 0 || high < columns;
     IntVec lanes;
     for (int i = 0; i < kLanes; ++i) lanes[i] = i;
     Vec most = splat(kLowest);
     for (int64_t j = 0; j < columns; j += kLanes) {
       Vec x = load(scores + j);
+      if constexpr (kCodes<T>) x *= load(w.key_scales + j);
       if (s.softcap != 0) x = s.softcap * hyperbolic_tangent(x / s.softcap);
       if (cut) {
         const IntVec key = lanes + static_cast<int32_t>(j);
@@ -192,9 +243,13 @@ struct Attend {
     Vec added = splat(0.0f);
     for (int64_t j = 0; j < columns; j += kLanes) {
       const Vec x = load(scores + j);
-      const Vec w = where(~(x <= kLowest), exponential(x - now));
-      store(scores + j, w);
-      added += w + (x - x);  // the difference is NaN if x is, which the exponential hides
+      const Vec weight = where(~(x <= kLowest), exponential(x - now));
+      if constexpr (kCodes<T>) {
+        store(scores + j, weight * load(w.value_scales + j));
+      } else {
+        store(scores + j, weight);
+      }
+      added += weight + (x - x);  // the difference is NaN if x is, which the exponential hides
     }
     const float shrink = now == *top ? 1.0f : std::exp(*top - now);
     *total = *total * shrink + fold(added, [](Vec a, Vec b) { return a + b; });
@@ -216,7 +271,8 @@ struct Attend {
     if (widens(item)) {
       widen_rows(w.key_at, columns, w.keys);
       if (s.vectors == 2) widen_rows(w.value_at, columns, w.values);
-      score(tile, columns, queries, w.wide_key_at, s.width(), w.scores, ahead);
+      transpose_keys(w.keys, columns, s.width(), w.turned);
+      score_transposed(tile, columns, queries, w.turned, s.width(), w.scores);
       soften_all(item, base, columns, w, sum_);
       gather_values(tile, low, high, w.scores, w.wide_value_at, w.shrink, sum_.out, s.width(),
                     ahead);
@@ -229,7 +285,9 @@ struct Attend {
 
   void widen_rows(const T* const* rows, int64_t count, float* to) const {
     for (int64_t j = 0; j < count; ++j, to += s.width()) {
-      for (int64_t h = 0; h < s.H; ++h) to[h] = widen(rows[j][h]);
+      int64_t h = 0;
+      for (; h + kLanes <= s.H; h += kLanes) store(to + h, load_wide(rows[j] + h));
+      for (; h < s.H; ++h) to[h] = widen(rows[j][h]);
     }
   }
 
@@ -239,8 +297,8 @@ struct Attend {
     for (int64_t i = 0; i < item.count * G; ++i) {
       const int64_t position = item.position + i / G - base;
       const int64_t first = s.window ? std::max<int64_t>(position - s.window + 1, 0) : 0;
-      w.shrink[i] = soften(w.scores + i * kKeys, columns, first, std::min(position + 1, columns),
-                           sum_.top + i, sum_.total + i);
+      w.shrink[i] = soften(w, w.scores + i * kKeys, columns, first,
+                           std::min(position + 1, columns), sum_.top + i, sum_.total + i);
     }
   }
 
@@ -258,22 +316,24 @@ struct Attend {
     const int64_t tile = item.count * s.group();
     sum_.clear(lines(item), s.width());
     const int64_t first = first_key(item, at.index), end = end_key(item, at.index);
-    const T* slots[2][kKeys];
+    Block blocks[2];
     const char* from[kKeys];
-    find_slots(item, first, slots[0]);
-    ahead(item, slots[0], from).rest();
+    find(item, first, blocks[0]);
+    ahead(item, blocks[0].slots, from).rest();
     for (int64_t base = first, turn = 0; base < end; base += kKeys, turn ^= 1) {
       const bool more = base + kKeys < end;
       Ahead soon;
       if (const Item* then = more ? &item : next.item) {
-        find_slots(*then, more ? base + kKeys : first_key(*then, next.index), slots[turn ^ 1]);
-        soon = ahead(*then, slots[turn ^ 1], from);
+        find(*then, more ? base + kKeys : first_key(*then, next.index), blocks[turn ^ 1]);
+        soon = ahead(*then, blocks[turn ^ 1].slots, from);
+        if constexpr (kCodes<T>) fetch_scales(*then, blocks[turn ^ 1]);
       }
       for (int64_t i = 0; i < item.heads; ++i) {
         const Partial mine = {sum_.top + i * tile, sum_.total + i * tile,
                               sum_.out + i * tile * s.width()};
-        block(item, base, item.head + i, slots[turn], w, w.queries + i * tile * s.width(), mine,
-              soon);
+        if constexpr (kCodes<T>) load_scales(blocks[turn], i, w);
+        block(item, base, item.head + i, blocks[turn].slots, w, w.queries + i * tile * s.width(),
+              mine, soon);
       }
       soon.rest();
     }
@@ -414,6 +474,17 @@ ffi::Error invalid(const std::string& message) {
   return ffi::Error::InvalidArgument("paged_attention: " + message);
 }
 
+// Calls use(T()) for the type T of a buffer's elements.
+template <typename Use>
+void on_element(ffi::DataType type, const Use& use) {
+  switch (type) {
+    case ffi::F32: return use(float());
+    case ffi::S8: return use(Int8());
+    case ffi::F8E4M3FN: return use(Float8());
+    default: return use(Half());
+  }
+}
+
 // Refuses what would read outside the arrays.
 ffi::Error check(const Step& s, int64_t layers) {
   if (s.layer < 0 || s.layer >= layers) {
@@ -451,7 +522,7 @@ void attend(const Step& s, ffi::ThreadPool& pool, const ffi::AnyBuffer& q, const
 }
 
 ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv, Ints layer,
-                       Ints table, Ints start, Ints lens, Floats sinks,
+                       Ints table, Ints start, Ints lens, Floats sinks, Floats scales,
                        ffi::Result<ffi::AnyBuffer> o, float scale, float softcap, int64_t window,
                        bool shared) {
   const auto qd = q.dimensions(), kvd = kv.dimensions(), td = table.dimensions();
@@ -464,29 +535,30 @@ ffi::Error attend_call(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer kv
   s.layer = layer.typed_data()[0];
   s.table = table.typed_data(), s.start = start.typed_data(), s.lens = lens.typed_data();
   s.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  s.scales = scales.typed_data();
   s.scale = scale, s.softcap = softcap, s.window = window;
   if (ffi::Error error = check(s, kvd[0]); error.failure()) return error;
-  const bool wide_q = q.element_type() == ffi::F32, wide_kv = kv.element_type() == ffi::F32;
-  const auto run = wide_q ? (wide_kv ? attend<float, float> : attend<float, Half>)
-                          : (wide_kv ? attend<Half, float> : attend<Half, Half>);
-  run(s, pool, q, kv, *o);
+  on_element(q.element_type(), [&](auto query) {
+    on_element(kv.element_type(), [&](auto key) {
+      using Q = decltype(query);
+      if constexpr (!kCodes<Q>) attend<Q, decltype(key)>(s, pool, q, kv, *o);
+    });
+  });
   return ffi::Error::Success();
 }
 
-// Without v the keys are written alone.
-template <typename From, typename To>
-void write(ffi::ThreadPool& pool, const From* k, const From* v, const int32_t* slots, int64_t tokens,
-           int64_t heads, int64_t width, To* layer) {
+// Calls put(token, vector, numbers) for each key and value, in the order of a slot; without v for keys
+// alone.
+template <typename From, typename Put>
+void each_vector(ffi::ThreadPool& pool, const From* k, const From* v, int64_t tokens, int64_t heads,
+                 int64_t width, const Put& put) {
   constexpr int64_t kTokens = 64;
-  const int64_t row = (v ? 2 : 1) * heads * width;
   const auto some = [&](int64_t index) {
     for (int64_t t = index * kTokens; t < std::min(tokens, (index + 1) * kTokens); ++t) {
-      To* to = layer + slots[t] * row;
       for (int64_t i = 0; i < heads; ++i) {
         const int64_t from = (t * heads + i) * width;
-        for (int64_t j = 0; j < width; ++j) narrow(widen(k[from + j]), to++);
-        if (!v) continue;
-        for (int64_t j = 0; j < width; ++j) narrow(widen(v[from + j]), to++);
+        put(t, v ? 2 * i : i, k + from);
+        if (v) put(t, 2 * i + 1, v + from);
       }
     }
   };
@@ -498,8 +570,9 @@ void write(ffi::ThreadPool& pool, const From* k, const From* v, const int32_t* s
   }
 }
 
-ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                      Ints layer, Ints slots, ffi::Result<ffi::AnyBuffer> kv) {
+// Writes into a layer of the cache; `scales` [L, P, 1, C S] are those of a cache of codes.
+ffi::Error write(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                 Ints layer, Ints slots, ffi::Result<ffi::AnyBuffer> kv, float* scales) {
   const auto kvd = kv->dimensions(), kd = k.dimensions();
   const int64_t tokens = kd[0], heads = kd[1], width = kd[2], room = kvd[1] * kvd[2];
   const int64_t index = layer.typed_data()[0];
@@ -512,20 +585,42 @@ ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer
                      std::to_string(room));
     }
   }
-  const auto run = [&](auto from, auto to) {
-    using From = decltype(from);
-    using To = decltype(to);
-    const From* values = v.element_count() ? static_cast<const From*>(v.untyped_data()) : nullptr;
-    write(pool, static_cast<const From*>(k.untyped_data()), values, slots.typed_data(), tokens, heads,
-          width, static_cast<To*>(kv->untyped_data()) + index * room * kvd[3] * width);
-  };
-  const bool wide_k = k.element_type() == ffi::F32, wide_kv = kv->element_type() == ffi::F32;
-  if (wide_k) {
-    wide_kv ? run(0.0f, 0.0f) : run(0.0f, Half());
-  } else {
-    wide_kv ? run(Half(), 0.0f) : run(Half(), Half());
-  }
+  const int64_t vectors = kvd[3], page_size = kvd[2], first = index * room;
+  on_element(k.element_type(), [&](auto from) {
+    on_element(kv->element_type(), [&](auto to) {
+      using From = decltype(from);
+      using To = decltype(to);
+      if constexpr (!kCodes<From>) {
+        const auto* values = static_cast<const From*>(v.element_count() ? v.untyped_data() : nullptr);
+        To* codes = static_cast<To*>(kv->untyped_data()) + first * vectors * width;
+        const auto put = [&](int64_t token, int64_t vector, const From* x) {
+          const int64_t slot = slots.typed_data()[token];
+          To* at = codes + (slot * vectors + vector) * width;
+          if constexpr (kCodes<To>) {
+            const int64_t page = (first + slot) / page_size;
+            scales[(page * vectors + vector) * page_size + slot % page_size] = encode(x, width, at);
+          } else {
+            for (int64_t j = 0; j < width; ++j) narrow(widen(x[j]), at + j);
+          }
+        };
+        each_vector(pool, static_cast<const From*>(k.untyped_data()), values, tokens, heads, width,
+                    put);
+      }
+    });
+  });
   return ffi::Error::Success();
+}
+
+ffi::Error write_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      Ints layer, Ints slots, ffi::Result<ffi::AnyBuffer> kv) {
+  return write(pool, cache, k, v, layer, slots, kv, nullptr);
+}
+
+ffi::Error write_codes_call(ffi::ThreadPool pool, ffi::AnyBuffer cache, Floats old, ffi::AnyBuffer k,
+                            ffi::AnyBuffer v, Ints layer, Ints slots,
+                            ffi::Result<ffi::AnyBuffer> kv, ffi::Result<Floats> scales) {
+  if (old.untyped_data() != scales->untyped_data()) return invalid("scales are not written in place");
+  return write(pool, cache, k, v, layer, slots, kv, scales->typed_data());
 }
 
 }  // namespace
@@ -540,6 +635,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_attention, fornax::attend_call,
                                   .Arg<fornax::Ints>()
                                   .Arg<fornax::Ints>()
                                   .Arg<fornax::Ints>()
+                                  .Arg<fornax::Floats>()
                                   .Arg<fornax::Floats>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("scale")
@@ -556,3 +652,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_write, fornax::write_call,
                                   .Arg<fornax::Ints>()
                                   .Arg<fornax::Ints>()
                                   .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_paged_write_codes, fornax::write_codes_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Floats>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<fornax::Ints>()
+                                  .Arg<fornax::Ints>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Ret<fornax::Floats>());

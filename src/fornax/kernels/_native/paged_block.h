@@ -35,15 +35,6 @@ inline Vec load_wide(const Half* from) {
 #endif
 }
 
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-#define FORNAX_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#endif
-#endif
-#if !defined(FORNAX_SHUFFLE)
-#define FORNAX_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
-#endif
-
 template <int by, int... lane>
 inline Vec rotate(Vec v, std::integer_sequence<int, lane...>) {
   return FORNAX_SHUFFLE(v, v, ((lane + by) % kLanes)...);
@@ -162,6 +153,95 @@ void score(int64_t lines, int64_t columns, const float* queries, const T* const*
     score_rest<kRows - 1>(lines - i, queries + i * width, keys + j, width, scores + i * kKeys + j,
                           ahead);
   }
+}
+
+// to[h * kKeys + j] = rows[j * width + h]; `count` and width are multiples of kLanes.
+inline void transpose_keys(const float* rows, int64_t count, int64_t width, float* to) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    for (int64_t h = 0; h < width; h += kLanes) {
+      Vec v[kLanes];
+      for (int i = 0; i < kLanes; ++i) v[i] = load(rows + (j + i) * width + h);
+      transpose(v);
+      for (int i = 0; i < kLanes; ++i) store(to + (h + i) * kKeys + j, v[i]);
+    }
+  }
+}
+
+template <int kRows, int kVecs>
+struct Sums {
+  Vec of[kRows][kVecs];
+};
+
+template <int kRows, int kVecs>
+inline void add(Sums<kRows, kVecs>& to, const Sums<kRows, kVecs>& others) {
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) to.of[i][j] += others.of[i][j];
+  }
+}
+
+// Has v in a register: GCC would rather load it again for each of its uses.
+inline void keep(Vec& v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+}
+
+// The products of kRows queries with kVecs * kLanes keys, summed over `lanes` of every kLanes elements
+// from `first` on: in the order of score_tile, which has them side by side.
+template <int lanes, int kRows, int kVecs>
+inline Sums<kRows, kVecs> sum_lanes(int64_t first, const float* queries, const float* keys,
+                                    int64_t width) {
+  Sums<kRows, kVecs> sums;
+  if constexpr (lanes == 2) {
+    Sums<kRows, kVecs> odd;
+    clear(sums.of);
+    clear(odd.of);
+    for (int64_t h = first; h < width; h += kLanes) {
+      for (int j = 0; j < kVecs; ++j) {
+        Vec key = load(keys + h * kKeys + j * kLanes), next = load(keys + (h + 1) * kKeys + j * kLanes);
+        keep(key), keep(next);
+        for (int i = 0; i < kRows; ++i) {
+          sums.of[i][j] += splat(queries[i * width + h]) * key;
+          odd.of[i][j] += splat(queries[i * width + h + 1]) * next;
+        }
+      }
+    }
+    add(sums, odd);
+  } else {
+    sums = sum_lanes<lanes / 2, kRows, kVecs>(first, queries, keys, width);
+    add(sums, sum_lanes<lanes / 2, kRows, kVecs>(first + lanes / 2, queries, keys, width));
+  }
+  return sums;
+}
+
+template <int kRows, int kVecs>
+inline void score_columns(const float* queries, const float* keys, int64_t width, float* scores) {
+  const auto sums = sum_lanes<kLanes, kRows, kVecs>(0, queries, keys, width);
+  for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) store(scores + i * kKeys + j * kLanes, sums.of[i][j]);
+  }
+}
+
+template <int kVecs>
+inline void score_lines(int64_t lines, const float* queries, const float* keys, int64_t width,
+                        float* scores) {
+  constexpr int kRows = kLanes >= 16 ? 2 : 1;
+  int64_t i = 0;
+  for (; i + kRows <= lines; i += kRows) {
+    score_columns<kRows, kVecs>(queries + i * width, keys, width, scores + i * kKeys);
+  }
+  for (; i < lines; ++i) score_columns<1, kVecs>(queries + i * width, keys, width, scores + i * kKeys);
+}
+
+// The bits of `score`, of keys whose elements lie kKeys apart: many lines are worth laying them out so,
+// since no vector's lanes are then to be added up.
+inline void score_transposed(int64_t lines, int64_t columns, const float* queries, const float* keys,
+                             int64_t width, float* scores) {
+  int64_t j = 0;
+  for (; j + 2 * kLanes <= columns; j += 2 * kLanes) {
+    score_lines<2>(lines, queries, keys + j, width, scores + j);
+  }
+  for (; j < columns; j += kLanes) score_lines<1>(lines, queries, keys + j, width, scores + j);
 }
 
 // out[line] = out[line] * shrink[line] + sum over keys low..high of weights[line][key] values[key].

@@ -63,10 +63,30 @@ inline IntVec multiply_halves(IntVec acc, IntVec first, IntVec low, IntVec secon
 #endif
 }
 
+// Bytes as integers of 32 bits. GCC 12 takes what `__builtin_convertvector` says apart, lane by lane.
+inline IntVec widen_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (IntVec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (IntVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  typedef uint8_t Few __attribute__((vector_size(kLanes)));
+  Few bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, IntVec);
+#endif
+}
+
+inline IntVec widen_bytes(const int8_t* from) {
+  return (widen_bytes(reinterpret_cast<const uint8_t*>(from)) << 24) >> 24;
+}
+
 // Rows rounded to 8 bits.
 struct RoundedRows {
+  static constexpr int64_t kStride = kPanel;
   static constexpr bool kGrouped = true;
   static constexpr bool kRounded = true;
+  static constexpr bool kBlocks = false;
   static constexpr int64_t kLargestGroup = 128;  // inputs
   using Scale = float;
   using Sum = IntVec;
@@ -108,7 +128,7 @@ struct RoundedRows {
   }
 };
 
-// Integers from -127 to 127, stored with 128 added, because processors multiply unsigned with signed
+// Integers from -128 to 127, stored with 128 added, because processors multiply unsigned with signed
 // bytes.
 struct Int8 : RoundedRows {
   static constexpr int64_t kInputs = 4;
@@ -138,12 +158,7 @@ struct Int4 : RoundedRows {
   static constexpr int64_t kBlock = fornax::kBlock;
   static constexpr bool kZeros = true;  // whether groups say which code is 0
 
-  static Vec zero(const uint8_t* from) {
-    typedef uint8_t Few __attribute__((vector_size(kLanes)));
-    Few codes;
-    std::memcpy(&codes, from, sizeof codes);
-    return __builtin_convertvector(__builtin_convertvector(codes, IntVec), Vec);
-  }
+  static Vec zero(const uint8_t* from) { return __builtin_convertvector(widen_bytes(from), Vec); }
 
   struct Halves {
     IntVec low, high;
@@ -197,8 +212,10 @@ struct Pairs {
 
 // Rows rounded to bfloat16.
 struct HalfRows {
+  static constexpr int64_t kStride = kPanel;
   static constexpr bool kGrouped = true;
   static constexpr bool kRounded = false;
+  static constexpr bool kBlocks = false;
   using Sum = Vec;
   static constexpr bool kZeros = false;
 
@@ -251,10 +268,7 @@ struct Float4 : HalfRows {
 
   // 2^(code - 127); code 0, a denormal, counts as 0, and 255 is NaN.
   static Vec scale(const uint8_t* from) {
-    typedef uint8_t Few __attribute__((vector_size(kLanes)));
-    Few codes;
-    std::memcpy(&codes, from, sizeof codes);
-    const IntVec code = __builtin_convertvector(codes, IntVec);
+    const IntVec code = widen_bytes(from);
     return from_bits((code << 23) | ((code == 255) & (1 << 22)));
   }
 

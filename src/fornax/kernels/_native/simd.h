@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -58,6 +59,35 @@ inline Vec where(IntVec mask, Vec yes, Vec no) {
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define FORNAX_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#endif
+#endif
+#if !defined(FORNAX_SHUFFLE)
+#define FORNAX_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// Lanes of a and b without the bit `step` in their number go to a, those with it to b.
+template <int step, int... lane>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+  const Vec kept = a;
+  a = FORNAX_SHUFFLE(kept, b, (lane & step ? lane - step + kLanes : lane)...);
+  b = FORNAX_SHUFFLE(kept, b, (lane & step ? lane + kLanes : lane + step)...);
+}
+
+// Rows of kLanes numbers become columns.
+template <int step = 1>
+inline void transpose(Vec (&v)[kLanes]) {
+  if constexpr (step < kLanes) {
+    for (int i = 0; i < kLanes; ++i) {
+      if (i & step) continue;
+      exchange<step>(v[i], v[i + step], std::make_integer_sequence<int, kLanes>());
+    }
+    transpose<2 * step>(v);
+  }
+}
 
 inline float sum(Vec v) {
   float total = 0;

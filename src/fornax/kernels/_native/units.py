@@ -9,27 +9,42 @@ SOURCES = Path(__file__).parent
 HEADERS = (
     "simd.h",
     "crew.h",
+    "slots.h",
     "activation.h",
     "paged_block.h",
+    "paged_codes.h",
     "bfloat16_product.h",
     "grouped_product.h",
     "packed_product.h",
     "quantized_product.h",
+    "block_product.h",
+    "packed_rows.h",
+    "expert_rows.h",
 )
 UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
-    "paged_attention": ("fornax_paged_attention", "fornax_paged_write"),
-    "linear": ("fornax_linear",),
+    "paged_attention": (
+        "fornax_paged_attention",
+        "fornax_paged_write",
+        "fornax_paged_write_codes",
+    ),
+    "linear": ("fornax_linear", "fornax_linear_blocks"),
     "norm": ("fornax_rms_norm", "fornax_add_rms_norm", "fornax_rms_norm_gradient"),
+    "convolution": ("fornax_convolution", "fornax_convolution_kernel_gradient"),
+    "group_norm": ("fornax_group_norm", "fornax_group_norm_gradient"),
     "layer": (
         "fornax_gated_linear_unit",
         "fornax_gated_linear_unit_gradient",
         "fornax_take_rows",
         "fornax_argmax",
+        "fornax_rotary_embedding",
     ),
+    "sampling": ("fornax_filter_logits", "fornax_sample_tokens"),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
     "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer"),
+    "packed_experts": ("fornax_packed_grouped_matmul", "fornax_packed_experts"),
     "experts": ("fornax_group_order", "fornax_route", "fornax_fused_experts"),
+    "linear_attention": ("fornax_ragged_delta_rule", "fornax_ragged_convolution"),
 }
 """Unit, named after its .cc file, to the call targets that it exports."""
 

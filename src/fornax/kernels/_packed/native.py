@@ -1,7 +1,7 @@
-"""Packed weights by the native CPU kernel (`_native/linear.cc`).
+"""Packed weights by the native CPU kernels (`_native/linear.cc`, `_native/packed_experts.cc`).
 
-Legend: L layers, M rows, K inputs, N outputs, P panels of 32 outputs, U words of 4 bytes that hold
-1, 2, 4 or 8 inputs of an output, G groups of inputs.
+Legend: L layers, M rows, E groups of rows, K inputs, N outputs, P panels of 32 outputs, U words of
+4 bytes that hold 1, 2, 4 or 8 inputs of an output, G groups of inputs.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from jax import lax
 from fornax.kernels import _native
 from fornax.kernels._packed.formats import Parts, Precision
 
-__all__ = ["codes", "layout", "linears", "unavailable"]
+__all__ = ["codes", "filled", "grouped", "layout", "linears", "unavailable"]
 
 _PANEL = 32
 """Outputs of a panel; the kernel has the same number."""
@@ -31,9 +31,9 @@ _ORDERS: dict[Precision, tuple[int, ...]] = {
 """Which input of a word lies where; the first of two codes of 4 bits is a byte's lower half."""
 
 
-def unavailable() -> str | None:
-    """Say why the kernel cannot be used."""
-    return _native.unavailable("linear")
+def unavailable(*, experts: bool = False) -> str | None:
+    """Say why the kernel, or that of experts, cannot be used."""
+    return _native.unavailable("packed_experts" if experts else "linear")
 
 
 def layout(given: Parts, precision: Precision, group: int | None) -> Parts:
@@ -69,22 +69,46 @@ def codes(parts: Parts, precision: Precision, inputs: int, outputs: int) -> Part
 
 
 def linears(
-    x_MK: jax.Array, weights: Sequence[tuple[Parts, jax.Array, int]], precision: Precision
+    x_MK: jax.Array,
+    weights: Sequence[tuple[Parts, jax.Array | None, jax.Array, int]],
+    precision: Precision,
 ) -> list[jax.Array]:
     """Return y [M, N] in the dtype of x for each of several weights, in one call.
 
-    A weight is its parts, the layer of them, and its outputs; all have groups of one size.
+    A weight is its parts, the order of its inputs [L, K] or None, the layer of both, and its
+    outputs; all have groups of one size.
     """
     shapes = [(x_MK.shape[0], outputs) for *_, outputs in weights]
     if 0 in x_MK.shape or any(0 in shape for shape in shapes):
         return [jnp.zeros(shape, x_MK.dtype) for shape in shapes]
     results = [jax.ShapeDtypeStruct(shape, x_MK.dtype) for shape in shapes]
     call = jax.ffi.ffi_call("fornax_linear", results, vmap_method="sequential")
-    none = jnp.zeros((0,), jnp.uint8)
+    unordered = jnp.zeros((0,), jnp.int32)
     arrays = [
-        (*(none if each is None else each for each in parts), layer) for parts, layer, _ in weights
+        (*filled(parts), unordered if order is None else order, layer)
+        for parts, order, layer, _ in weights
     ]
     return list(call(x_MK, *itertools.chain.from_iterable(arrays), precision=precision))
+
+
+def grouped(
+    x_MK: jax.Array,
+    parts: Parts,
+    sizes_E: jax.Array,
+    layer: jax.Array,
+    outputs: int,
+    precision: Precision,
+) -> jax.Array:
+    """Return y [M, N] in the dtype of x: rows of each group by its matrix of [L, E, ...]."""
+    y_MN = jax.ShapeDtypeStruct((x_MK.shape[0], outputs), x_MK.dtype)
+    call = jax.ffi.ffi_call("fornax_packed_grouped_matmul", y_MN, vmap_method="sequential")
+    return call(x_MK, *filled(parts), sizes_E, layer, precision=precision)
+
+
+def filled(parts: Parts) -> tuple[jax.Array, ...]:
+    """Return the arrays, an empty one for what there is not."""
+    none = jnp.zeros((0,), jnp.uint8)
+    return tuple(none if each is None else each for each in parts)
 
 
 def _grouped(each_LGN: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from jax import lax
 
 from fornax.kernels._packed.formats import FORMATS, Parts, Precision, dequantize
 
-__all__ = ["codes", "layout", "linear"]
+__all__ = ["codes", "expert", "layout", "linear"]
 
 
 def layout(given: Parts, precision: Precision) -> Parts:
@@ -42,3 +42,20 @@ def linear(
     rounded = x_MK.astype(FORMATS[precision].rows)
     y_MN = jnp.matmul(rounded.astype(jnp.float32), w_KN, precision=lax.Precision.HIGHEST)
     return y_MN.astype(x_MK.dtype)
+
+
+def expert(
+    parts: Parts,
+    layer: jax.Array,
+    index: jax.Array,
+    inputs: int,
+    precision: Precision,
+    group: int | None,
+) -> jax.Array:
+    """Return one matrix of [L, E, ...], widened: float32 [K, N]."""
+
+    def pick(each: jax.Array) -> jax.Array:
+        start = (layer, index, *[jnp.int32(0)] * (each.ndim - 2))
+        return lax.dynamic_slice(each, start, (1, 1, *each.shape[2:]))[0]
+
+    return dequantize(codes(jax.tree.map(pick, parts), precision, inputs), precision, group)[0]

@@ -10,7 +10,7 @@ each split's weighted values are summed by a product of their own and the splits
 
 Legend: T tokens of the step, N query heads, K key/value heads, G query heads per key head,
 H head width, S slots of a page, R rows (sequences), W pages of a table's row, M tiles,
-Q queries of a tile, D keys of a block, Z splits of it, E keys of a split.
+Q queries of a tile, D keys of a block, Z splits of it, E keys of a split, C vectors of a key head.
 """
 
 from typing import Any
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.codes import QuantizedPages
 from fornax.kernels._paged_attention.layout import Tiles, cut
 from fornax.kernels.registry import current_platform
 
@@ -55,15 +56,25 @@ def blockwise(inputs: PagedInputs) -> jax.Array:
 
     def step(block: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         table_RD = jax.lax.dynamic_slice_in_dim(table_RW, block * pages, pages, axis=1)
-        k_MDKH, v_MDKH = _gather(inputs, table_RD[tiles.row_M])
+        pages_MD = table_RD[tiles.row_M]
+        k_MDKH, v_MDKH = _gather(inputs, pages_MD)
         key_D = block * pages * S + jnp.arange(pages * S, dtype=jnp.int32)
         mask_MQD = key_D <= tiles.position_MQ[:, :, None]
         if inputs.window is not None:
             mask_MQD &= key_D > tiles.position_MQ[:, :, None] - inputs.window
         # What a slot held before is not ours; were it NaN, a weight of 0 would not silence it.
-        v_MDKH = jnp.where(jnp.any(mask_MQD, axis=1)[:, :, None, None], v_MDKH, 0)
+        seen_MD11 = jnp.any(mask_MQD, axis=1)[:, :, None, None]
+        v_MDKH = jnp.where(seen_MD11, v_MDKH, 0)
         scores = jnp.einsum("MQKGH,MDKH->MKGQD", q_MQKGH, k_MDKH, preferred_element_type=dtype)
-        return _accumulate(inputs, scores, mask_MQD[:, None, None], v_MDKH, carry)
+        factors = None
+        if isinstance(inputs.kv_LPSCH, QuantizedPages):
+            scales_MDKC = _gather_scales(inputs, inputs.kv_LPSCH, pages_MD)
+            scales_MDKC = jnp.where(seen_MD11, scales_MDKC, 0).astype(dtype)
+            key_MK11D, factors = (
+                jnp.moveaxis(scales_MDKC[..., part], 1, 2)[:, :, None, None] for part in (0, -1)
+            )
+            scores *= key_MK11D
+        return _accumulate(inputs, scores, mask_MQD[:, None, None], v_MDKH, factors, carry)
 
     sinks = jnp.full((N,), -jnp.inf, dtype) if inputs.sinks_N is None else inputs.sinks_N
     sinks = jnp.broadcast_to(sinks.astype(dtype).reshape(K, N // K, 1), (M, K, N // K, Q))
@@ -104,14 +115,23 @@ def _blocks(inputs: PagedInputs, tiles: Tiles, width: int) -> tuple[Any, jax.Arr
 
 
 def _gather(inputs: PagedInputs, pages_MD: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return these pages' keys and values in q's dtype: [M, D, K, H] each."""
+    """Return these pages' keys and values in q's dtype: [M, D, K, H] each; of a cache of codes
+    these, which any dtype holds."""
     H = inputs.q_TNH.shape[2]
+    pages = inputs.kv_LPSCH
+    codes = pages.codes_LPSCH if isinstance(pages, QuantizedPages) else pages
     kv = (
-        inputs.kv_LPSCH[inputs.layer, pages_MD]
+        codes[inputs.layer, pages_MD]
         .reshape(pages_MD.shape[0], -1, inputs.kv_heads, inputs.parts, H)
         .astype(inputs.q_TNH.dtype)
     )
     return kv[:, :, :, 0], kv[:, :, :, -1]
+
+
+def _gather_scales(inputs: PagedInputs, kv: QuantizedPages, pages_MD: jax.Array) -> jax.Array:
+    """Return the scales of these pages' keys and values: [M, D, K, parts]."""
+    scales = kv.scales_of(inputs.layer, pages_MD)
+    return scales.reshape(pages_MD.shape[0], -1, inputs.kv_heads, inputs.parts)
 
 
 def _accumulate(
@@ -119,8 +139,10 @@ def _accumulate(
     scores: jax.Array,
     mask: jax.Array,
     v_MDKH: jax.Array,
+    factors: jax.Array | None,
     carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
+    """Add a block; `factors` are those of its values, [M, K, 1, 1, D]."""
     top, total, out = carry
     scores = scores * inputs.scale
     if inputs.softcap is not None:
@@ -128,8 +150,10 @@ def _accumulate(
     now = jnp.maximum(top, jnp.max(jnp.where(mask, scores, _LOWEST), axis=-1))
     weights = jnp.where(mask, jnp.exp(scores - now[..., None]), 0)
     shrink = jnp.exp(top - now)
-    added = _weighted(weights.astype(v_MDKH.dtype), v_MDKH, out.dtype)
     total = total * shrink + jnp.sum(weights, axis=-1)
+    if factors is not None:
+        weights = weights * factors
+    added = _weighted(weights.astype(v_MDKH.dtype), v_MDKH, out.dtype)
     return now, total, out * shrink[..., None] + added
 
 

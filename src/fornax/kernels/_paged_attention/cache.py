@@ -2,7 +2,7 @@
 
 Legend: T tokens of the step, K key/value heads, H head width, L layers, P pages,
 S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
-width 2 H where a key lies beside its value; M copies.
+width 2 H where a key is beside its value; M copies.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,14 @@ import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
 from fornax.kernels._paged_attention import native
-from fornax.kernels._paged_attention.call import WriteCall
-from fornax.kernels._paged_attention.layout import slot_rows
+from fornax.kernels._paged_attention.call import WriteCall, check_pages
+from fornax.kernels._paged_attention.codes import (
+    Pages,
+    QuantizedPages,
+    cache_vector_bytes,
+    empty_pages,
+)
+from fornax.kernels._paged_attention.layout import slot_codes, slot_rows
 from fornax.kernels._paged_attention.sharded import write_over_mesh
 from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
 
@@ -21,29 +27,42 @@ __all__ = ["check_write", "copy_pages", "paged_write", "paged_write_operation", 
 
 
 def scatter(
-    kv_LPSCH: jax.Array,
+    kv_LPSCH: Pages,
     k_TKH: jax.Array,
     v_TKH: jax.Array | None,
     layer: jax.Array,
     slots_T: jax.Array,
-) -> jax.Array:
-    """Write by one scatter of XLA's."""
+) -> Pages:
+    """Write by one scatter of XLA's, or one for codes and one for their scales."""
     S = kv_LPSCH.shape[2]
-    kv_TCH = slot_rows(k_TKH, v_TKH, kv_LPSCH)
-    return kv_LPSCH.at[layer, slots_T // S, slots_T % S].set(kv_TCH, mode="drop")
+    page_T, slot_T = slots_T // S, slots_T % S
+    if not isinstance(kv_LPSCH, QuantizedPages):
+        rows_TCH = slot_rows(k_TKH, v_TKH, kv_LPSCH)
+        return kv_LPSCH.at[layer, page_T, slot_T].set(rows_TCH, mode="drop")
+    rows_TCH, scales_TV = slot_codes(k_TKH, v_TKH, kv_LPSCH)
+    at_TV = jnp.arange(scales_TV.shape[1], dtype=jnp.int32) * S + slot_T[:, None]
+    codes, scales = kv_LPSCH.codes_LPSCH, kv_LPSCH.scales_LP1X
+    # A scatter of single numbers makes TPUs lay its array out again: of one layer, then, not of
+    # all.
+    own_P1X = jax.lax.dynamic_index_in_dim(scales, layer, keepdims=False)
+    own_P1X = own_P1X.at[page_T[:, None], 0, at_TV].set(scales_TV, mode="drop")
+    return QuantizedPages(
+        codes.at[layer, page_T, slot_T].set(rows_TCH, mode="drop"),
+        jax.lax.dynamic_update_index_in_dim(scales, own_P1X, layer, 0),
+    )
 
 
-def _benchmark(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], object]:
+def _benchmark(call: WriteCall, run: Callable[..., Pages]) -> Callable[[], object]:
     S, K, H = call.page_size, call.kv_heads, call.head_dim
     pages = 1 + call.tokens // S
     slots_T = jnp.arange(call.tokens, dtype=jnp.int32)
     k_TKH = jnp.ones((call.tokens, K, H), call.dtype)
     heads = K if call.shared else 2 * K
-    cache = [jnp.zeros((1, pages, S, heads, H), call.cache_dtype)]
+    cache = [empty_pages((1, pages, S, heads, H), heads, call.cache_dtype)]
     values = None if call.shared else k_TKH
     step = jax.jit(run, donate_argnums=0)
 
-    def work() -> jax.Array:
+    def work() -> Pages:
         cache[0] = step(cache[0], k_TKH, values, jnp.asarray(0, jnp.int32), slots_T)
         return cache[0]
 
@@ -52,9 +71,10 @@ def _benchmark(call: WriteCall, run: Callable[..., jax.Array]) -> Callable[[], o
 
 def _work(call: WriteCall) -> Work:
     """Keys and values read, and written."""
-    numbers = call.tokens * call.kv_heads * call.head_dim * (1 if call.shared else 2)
-    items = jnp.dtype(call.dtype).itemsize + jnp.dtype(call.cache_dtype).itemsize
-    return Work(flops=0.0, bytes=float(numbers * items), dtype=call.dtype)
+    vectors = call.tokens * call.kv_heads * (1 if call.shared else 2)
+    read = call.head_dim * jnp.dtype(call.dtype).itemsize
+    written = cache_vector_bytes(call.head_dim, call.cache_dtype)
+    return Work(flops=0.0, bytes=float(vectors * (read + written)), dtype=call.dtype)
 
 
 paged_write_operation: Operation[WriteCall] = register(
@@ -72,22 +92,23 @@ paged_write_operation: Operation[WriteCall] = register(
 
 
 def paged_write(
-    kv_LPSCH: jax.Array,
+    kv_LPSCH: Pages,
     k_TKH: jax.Array,
     v_TKH: jax.Array | None,
     *,
     layer: jax.Array | int,
     slots_T: jax.Array,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Pages:
     """Write one layer's keys and values of a step into the cache.
 
     In place where the caller has no further use for the old cache: donated to the compiled
     program, or carried through a scan.
 
     Args:
-        kv_LPSCH: the cache, floating: C = 2 K, or C = K of width 2 H.
-        k_TKH: keys, floating; rounded to the cache's dtype.
+        kv_LPSCH: the cache, floating or `QuantizedPages`: C = 2 K, or C = K of width 2 H.
+        k_TKH: keys, floating; rounded to the cache's dtype, or to codes with a scale for each
+            token and head (`QuantizedPages`).
         v_TKH: values, likewise; None where keys are values too, of which the cache then holds one.
         layer: which layer of the stack, int32 scalar.
         slots_T: int32, page * S + slot of each token. Padding goes into page 0; where two tokens
@@ -102,7 +123,7 @@ def paged_write(
     """
     check_write(kv_LPSCH, k_TKH, v_TKH, slots_T)
 
-    def write(kv: jax.Array, *new: jax.Array) -> jax.Array:
+    def write(kv: Pages, *new: jax.Array) -> Pages:
         return write_here(kv, *new, implementation=implementation)
 
     layer = jnp.asarray(layer, jnp.int32)
@@ -110,14 +131,14 @@ def paged_write(
 
 
 def write_here(
-    kv: jax.Array,
+    kv: Pages,
     k: jax.Array,
     v: jax.Array | None,
     layer: jax.Array,
     slots: jax.Array,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Pages:
     """Write on one device, as `paged_write` takes it."""
     call = WriteCall(
         platform=current_platform(),
@@ -128,11 +149,12 @@ def write_here(
         dtype=jnp.dtype(k.dtype).name,
         cache_dtype=jnp.dtype(kv.dtype).name,
         shared=v is None,
+        scaled=isinstance(kv, QuantizedPages),
     )
     return paged_write_operation.choose(call, implementation).run(kv, k, v, layer, slots)
 
 
-def check_write(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> None:
+def check_write(kv: Pages, k: jax.Array, v: jax.Array | None, slots: jax.Array) -> None:
     """Check what is written against the cache and each other.
 
     Raises:
@@ -150,17 +172,18 @@ def check_write(kv: jax.Array, k: jax.Array, v: jax.Array | None, slots: jax.Arr
             f"paged_write: kv{kv.shape} holds {kv.shape[3] // parts} heads of width {kv.shape[4]}, "
             f"but k{k.shape} has {K} of width {H}; they must agree"
         )
+    check_pages("paged_write", kv, parts * K)
     if slots.shape != (T,) or slots.dtype != jnp.int32:
         raise KernelError(
             f"paged_write: slots{slots.shape} {slots.dtype} must be int32 of shape ({T},)"
         )
 
 
-def copy_pages(kv_LPSCH: jax.Array, sources_M: jax.Array, targets_M: jax.Array) -> jax.Array:
+def copy_pages(kv_LPSCH: Pages, sources_M: jax.Array, targets_M: jax.Array) -> Pages:
     """Copy whole pages, in all layers, one after the other; in place if the cache is donated.
 
     Args:
-        kv_LPSCH: the cache.
+        kv_LPSCH: the cache; of `QuantizedPages` the scales are copied with their codes.
         sources_M: int32 pages to read; pad with 0 on both sides (page 0 onto itself).
         targets_M: int32 pages to overwrite.
 
@@ -173,8 +196,11 @@ def copy_pages(kv_LPSCH: jax.Array, sources_M: jax.Array, targets_M: jax.Array) 
             "of one length"
         )
 
-    def copy(i: jax.Array, kv: jax.Array) -> jax.Array:
-        page = jax.lax.dynamic_slice_in_dim(kv, sources_M[i], 1, axis=1)
-        return jax.lax.dynamic_update_slice_in_dim(kv, page, targets_M[i], axis=1)
+    def copy(i: jax.Array, array: jax.Array) -> jax.Array:
+        page = jax.lax.dynamic_slice_in_dim(array, sources_M[i], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(array, page, targets_M[i], axis=1)
 
-    return jax.lax.fori_loop(0, sources_M.shape[0], copy, kv_LPSCH)
+    def copy_all(i: jax.Array, kv: Pages) -> Pages:
+        return jax.tree.map(lambda array: copy(i, array), kv)
+
+    return jax.lax.fori_loop(0, sources_M.shape[0], copy_all, kv_LPSCH)

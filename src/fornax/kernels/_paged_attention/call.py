@@ -2,7 +2,7 @@
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
 S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
-width 2 H where a key lies beside its value; R rows (sequences), W pages of a table's row.
+width 2 H where a key is beside its value; R rows (sequences), W pages of a table's row.
 """
 
 import functools
@@ -13,9 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from fornax.config.errors import KernelError
+from fornax.kernels._paged_attention.codes import Pages, QuantizedPages, cache_has_codes
 from fornax.kernels.registry import current_platform
 
-__all__ = ["NewTokens", "PagedCall", "PagedInputs", "PreparedAttention", "WriteCall", "describe"]
+__all__ = [
+    "NewTokens",
+    "PagedCall",
+    "PagedInputs",
+    "PreparedAttention",
+    "WriteCall",
+    "check_pages",
+    "describe",
+]
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,10 @@ class PagedCall:
     """Whether keys are values too."""
     joined: bool = False
     """Whether a key and its value are one row of the cache, of width 2 H."""
+    capability: float | None = None
+    """Compute capability of the GPU that it is for; None: of this machine's, or a Hopper's."""
+    scaled: bool = False
+    """Whether the cache holds codes, each vector's with a scale."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class WriteCall:
     cache_dtype: str
     shared: bool
     """Whether keys are values too."""
+    scaled: bool = False
+    """Whether the cache holds codes, each vector's with a scale."""
 
 
 @functools.partial(
@@ -84,7 +99,7 @@ class PagedInputs:
     """The arrays and options of one call."""
 
     q_TNH: jax.Array
-    kv_LPSCH: jax.Array
+    kv_LPSCH: Pages
     layer: jax.Array
     page_table_RW: jax.Array
     query_start_R1: jax.Array
@@ -147,6 +162,7 @@ def describe(inputs: PagedInputs) -> PagedCall:
         sinks=inputs.sinks_N is not None,
         shared=inputs.shared,
         joined=inputs.joined,
+        scaled=isinstance(inputs.kv_LPSCH, QuantizedPages),
     )
 
 
@@ -175,9 +191,34 @@ def _check_shapes(inputs: PagedInputs) -> None:
             f"paged_attention: {N} query heads do not divide over {inputs.kv_heads} key heads; "
             f"use a multiple of {inputs.kv_heads}"
         )
-    for name, array in (("q", q), ("kv", kv)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise KernelError(f"paged_attention: {name} is {array.dtype}; use a floating dtype")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise KernelError(f"paged_attention: q is {q.dtype}; use a floating dtype")
+    check_pages("paged_attention", kv, inputs.parts * inputs.kv_heads)
+
+
+def check_pages(operation: str, kv: Pages, vectors: int) -> None:
+    """Check a cache's dtype, and the scales of one of codes.
+
+    Args:
+        operation: that is asked for.
+        kv: the cache.
+        vectors: V of a token.
+
+    Raises:
+        KernelError: saying what to use.
+    """
+    if not isinstance(kv, QuantizedPages):
+        if not jnp.issubdtype(kv.dtype, jnp.floating):
+            raise KernelError(
+                f"{operation}: kv is {kv.dtype}; use a floating dtype, or QuantizedPages for codes"
+            )
+        return
+    scales, expected = kv.scales_LP1X, (*kv.shape[:2], 1, vectors * kv.shape[2])
+    if not cache_has_codes(kv.dtype) or scales.shape != expected or scales.dtype != jnp.float32:
+        raise KernelError(
+            f"{operation}: codes{kv.shape} {kv.dtype} with scales{scales.shape} {scales.dtype} "
+            f"must be int8 or float8_e4m3fn with float32 scales of shape {expected}"
+        )
 
 
 def _check_rows(inputs: PagedInputs) -> None:

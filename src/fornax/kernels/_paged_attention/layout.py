@@ -1,7 +1,7 @@
 """Which token belongs to which row, and where it stands: the arithmetic of a ragged step.
 
 Legend: T tokens of the step, R rows (sequences), M tiles, Q queries of a tile, K key heads,
-H head width, C rows of a slot, which are W wide.
+H head width, V vectors of a slot, C rows of it, which are W wide.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,36 @@ import jax
 import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.codes import QuantizedPages, encode
 
-__all__ = ["Tiles", "cut", "rows_and_positions", "slot_rows"]
+__all__ = ["Tiles", "cut", "rows_and_positions", "slot_codes", "slot_rows"]
+
+
+def slot_vectors(k_TKH: jax.Array, v_TKH: jax.Array | None) -> jax.Array:
+    """Return each token's keys and values in the order of a slot, [T, V, H]: k0, v0, k1, v1, …, or
+    keys alone."""
+    parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
+    return jnp.stack(parts, axis=2).reshape(k_TKH.shape[0], -1, k_TKH.shape[2])
 
 
 def slot_rows(k_TKH: jax.Array, v_TKH: jax.Array | None, kv_LPSCW: jax.Array) -> jax.Array:
     """Return each token's key and value as the slots of a cache hold them, [T, C, W]."""
-    parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
-    rows = jnp.stack(parts, axis=2).reshape(k_TKH.shape[0], *kv_LPSCW.shape[3:])
+    rows = slot_vectors(k_TKH, v_TKH).reshape(k_TKH.shape[0], *kv_LPSCW.shape[3:])
     return rows.astype(kv_LPSCW.dtype)
+
+
+def slot_codes(
+    k_TKH: jax.Array, v_TKH: jax.Array | None, kv: QuantizedPages
+) -> tuple[jax.Array, jax.Array]:
+    """Return each token's codes as the slots of a cache hold them, [T, C, W], and scales [T, V]."""
+    codes_TVH, scales_TV = encode(slot_vectors(k_TKH, v_TKH), kv.dtype)
+    return codes_TVH.reshape(-1, *kv.shape[3:]), scales_TV
 
 
 def rows_and_positions(
     query_start_R1: jax.Array, context_lens_R: jax.Array, tokens: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return each token's row, its position in that row's sequence, and whether it is no padding.
+    """Return each token's row, its position in that row's sequence, and whether it is not padding.
 
     Args:
         query_start_R1: int32, where each row's tokens begin; the last entry is where padding does.

@@ -3,7 +3,7 @@ a step's new keys and values or without.
 
 Legend: T tokens of the step, N query heads, K key/value heads, H head width, L layers, P pages,
 S slots of a page, C rows of a slot: 2 K (k0, v0, k1, v1, ...), K where keys are values too, or K of
-width 2 H where a key lies beside its value; R rows (sequences), W pages of a table's row.
+width 2 H where a key is beside its value; R rows (sequences), W pages of a table's row.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import KernelError
-from fornax.kernels._paged_attention import blockwise, native, tpu
+from fornax.kernels._paged_attention import blockwise, gpu, native, tpu, tpu_items
 from fornax.kernels._paged_attention.cache import check_write, write_here
 from fornax.kernels._paged_attention.call import (
     NewTokens,
@@ -24,6 +24,7 @@ from fornax.kernels._paged_attention.call import (
     PreparedAttention,
     describe,
 )
+from fornax.kernels._paged_attention.codes import Pages, QuantizedPages, cache_vector_bytes, encode
 from fornax.kernels._paged_attention.reference import reference
 from fornax.kernels._paged_attention.sharded import over_mesh
 from fornax.kernels.registry import Implementation, Operation, Work, register
@@ -54,9 +55,7 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
     table_RW[:, :pages] = 1 + np.arange(call.rows * pages).reshape(call.rows, pages) % (4 * pages)
     numbers = call.kv_heads * call.head_dim * (1 if call.shared else 2)
     width = 2 * call.head_dim if call.joined else call.head_dim
-    kv_LPSCH = jnp.asarray(
-        rng.normal(size=(1, 1 + 4 * pages, S, numbers // width, width)), call.cache_dtype
-    )
+    kv_LPSCH = _random_pages(call, rng.normal(size=(1, 1 + 4 * pages, S, numbers // width, width)))
     q_TNH = jnp.asarray(rng.normal(size=(call.tokens, call.heads, call.head_dim)), call.dtype)
     sinks_N = jnp.zeros(call.heads) if call.sinks else None
 
@@ -81,6 +80,15 @@ def benchmark(call: PagedCall, run: Callable[[PagedInputs], jax.Array]) -> Calla
     return lambda: step(q_TNH, kv_LPSCH)
 
 
+def _random_pages(call: PagedCall, numbers_LPSCH: np.ndarray) -> Pages:
+    if not call.scaled:
+        return jnp.asarray(numbers_LPSCH, call.cache_dtype)
+    x_PSVH = jnp.asarray(numbers_LPSCH[0]).reshape(*numbers_LPSCH.shape[1:3], -1, call.head_dim)
+    codes, scales_PSV = encode(x_PSVH, call.cache_dtype)
+    scales = jnp.swapaxes(scales_PSV, 1, 2).reshape(1, x_PSVH.shape[0], 1, -1)
+    return QuantizedPages(codes.reshape(numbers_LPSCH.shape), scales)
+
+
 def _work(call: PagedCall) -> Work:
     """Scores and sums of what `benchmark` asks for, whose rows have equally long contexts."""
     rows, S = min(call.rows, call.tokens), call.page_size
@@ -93,11 +101,11 @@ def _work(call: PagedCall) -> Work:
         pairs = min(pairs, float(call.tokens * call.window))
         context = min(context, call.window + of_row - 1)
     parts = 1 if call.shared else 2
-    cached = rows * context * call.kv_heads * call.head_dim * parts
+    cached = rows * context * call.kv_heads * parts
     moved = 2 * call.tokens * call.heads * call.head_dim * jnp.dtype(call.dtype).itemsize
     return Work(
         flops=4.0 * pairs * call.heads * call.head_dim,
-        bytes=float(moved + cached * jnp.dtype(call.cache_dtype).itemsize),
+        bytes=float(moved + cached * cache_vector_bytes(call.head_dim, call.cache_dtype)),
         dtype=call.dtype,
     )
 
@@ -106,8 +114,9 @@ paged_attention_operation: Operation[PagedCall] = register(
     Operation(
         "paged_attention",
         (
-            Implementation("native", native.native, native.declines, platform="cpu"),
+            Implementation("native", native.native, native.declines, platform="cpu", steady=True),
             Implementation("pallas_tpu", tpu.tpu, tpu.declines, platform="tpu"),
+            Implementation("pallas_gpu", gpu.gpu, gpu.declines, platform="gpu"),
             Implementation("xla", blockwise.blockwise, lambda call: None),
             Implementation("reference", reference, lambda call: None),
         ),
@@ -121,7 +130,8 @@ _WRITING = frozenset(["pallas_tpu"])
 """Implementations that write new keys and values themselves."""
 
 _PREPARE: dict[str, Callable[[PagedInputs], Any]] = {
-    "pallas_tpu": tpu.prepare,
+    "pallas_tpu": tpu_items.prepare,
+    "pallas_gpu": gpu.prepare,
     "xla": blockwise.prepare,
 }
 """By implementation: what it derives from the rows alone, the same for every layer."""
@@ -129,7 +139,7 @@ _PREPARE: dict[str, Callable[[PagedInputs], Any]] = {
 
 def paged_attention(
     q_TNH: jax.Array,
-    kv_LPSCH: jax.Array,
+    kv_LPSCH: Pages,
     *,
     layer: jax.Array | int,
     page_table_RW: jax.Array,
@@ -146,16 +156,17 @@ def paged_attention(
     """Attend from every token of a ragged step to its own sequence, kept in pages of a cache.
 
     softmax(mask(softcap(q k^T * scale))) v, with N / K query heads sharing a key/value head
-    (Kwon et al. 2023). Token t of row r stands at position
+    (Kwon et al. 2023). Token t of row r is at position
     `context_lens[r] - (query_start[r + 1] - t)` and sees the positions up to its own; this step's
     keys and values are in the cache already (`paged_write`; `paged_attention_update` does both).
     Under a mesh in use whose rules divide the heads, each device computes its own heads.
 
     Args:
         q_TNH: queries, floating; the rows' tokens one after the other, then padding.
-        kv_LPSCH: the cache, floating, of any dtype: position p of row r lies in page
-            `page_table[r, p // S]`, slot `p % S`. A head's value lies below its key, C = 2 K, or
-            beside it in a row of 2 H numbers, C = K, which fills a TPU's lanes with heads of 64.
+        kv_LPSCH: the cache, floating, of any dtype, or `QuantizedPages`: position p of row r lies
+            in page `page_table[r, p // S]`, slot `p % S`. A head's value lies below its key,
+            C = 2 K, or beside it in a row of 2 H numbers, C = K, which fills a TPU's lanes with
+            heads of 64.
         layer: which layer of the stack, int32 scalar.
         page_table_RW: int32; entries that no token sees may be anything below P.
         query_start_R1: int32, cumulative; row r owns tokens [query_start[r], query_start[r + 1]).
@@ -197,7 +208,7 @@ def paged_attention_update(
     q_TNH: jax.Array,
     k_TKH: jax.Array,
     v_TKH: jax.Array | None,
-    kv_LPSCH: jax.Array,
+    kv_LPSCH: Pages,
     *,
     layer: jax.Array | int,
     slots_T: jax.Array,
@@ -210,13 +221,13 @@ def paged_attention_update(
     sinks_N: jax.Array | None = None,
     prepared: PreparedAttention | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Write one layer's keys and values of a step into the cache, then attend: one call on TPU,
     `paged_write` and `paged_attention` elsewhere.
 
     Args:
         q_TNH: as `paged_attention` takes it, like all arguments that are not named here.
-        k_TKH: keys, floating; rounded to the cache's dtype.
+        k_TKH: keys, floating; rounded as `paged_write` rounds them.
         v_TKH: values, likewise; None where keys are values too.
         kv_LPSCH: the cache; written in place where the caller has no further use for it.
         layer: which layer of the stack.
@@ -278,7 +289,7 @@ def _attend(inputs: PagedInputs, implementation: str | None) -> Any:
 
 def prepare_paged_attention(
     q_TNH: jax.ShapeDtypeStruct,
-    kv_LPSCH: jax.Array,
+    kv_LPSCH: Pages,
     *,
     page_table_RW: jax.Array,
     query_start_R1: jax.Array,

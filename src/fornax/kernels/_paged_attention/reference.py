@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.codes import QuantizedPages
 from fornax.kernels._paged_attention.layout import rows_and_positions
 
 __all__ = ["reference"]
@@ -21,8 +22,13 @@ def reference(inputs: PagedInputs) -> jax.Array:
     T, N, H = inputs.q_TNH.shape
     K = inputs.kv_heads
     dtype = jnp.promote_types(inputs.q_TNH.dtype, jnp.float32)
-    kv = inputs.kv_LPSCH[inputs.layer, inputs.page_table_RW]
-    kv_RMKCH = kv.reshape(kv.shape[0], -1, K, inputs.parts, H).astype(dtype)
+    kv, table_RW = inputs.kv_LPSCH, inputs.page_table_RW
+    codes = kv.codes_LPSCH if isinstance(kv, QuantizedPages) else kv
+    codes = codes[inputs.layer, table_RW]
+    kv_RMKCH = codes.reshape(codes.shape[0], -1, K, inputs.parts, H).astype(dtype)
+    if isinstance(kv, QuantizedPages):
+        scales = kv.scales_of(inputs.layer, table_RW)
+        kv_RMKCH *= scales.reshape(*kv_RMKCH.shape[:4], 1).astype(dtype)
     row_T, position_T, valid_T = rows_and_positions(inputs.query_start_R1, inputs.context_lens_R, T)
     key_M = jnp.arange(kv_RMKCH.shape[1])
     mask_TM = (key_M <= position_T[:, None]) & valid_T[:, None]

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from fornax.kernels._paged_attention.call import PagedInputs
+from fornax.kernels._paged_attention.codes import Pages, page_specs
 from fornax.mesh import dividing, mesh_in_use
 
 __all__ = ["over_mesh", "write_over_mesh"]
@@ -32,7 +33,7 @@ def over_mesh(
     heads = dividing("activation_heads", inputs.q_TNH.shape[1], inputs.kv_heads)
     arrays: dict[str, Any] = {
         "q_TNH": PartitionSpec(None, heads, None),
-        "kv_LPSCH": PartitionSpec(None, None, None, heads, None),
+        "kv_LPSCH": page_specs(inputs.kv_LPSCH, heads),
         "layer": PartitionSpec(),
         "page_table_RW": PartitionSpec(),
         "query_start_R1": PartitionSpec(),
@@ -66,19 +67,19 @@ def over_mesh(
 
 
 def write_over_mesh(
-    write: Callable[..., jax.Array],
-    kv_LPSCH: jax.Array,
+    write: Callable[..., Pages],
+    kv_LPSCH: Pages,
     k_TKH: jax.Array,
     v_TKH: jax.Array | None,
     layer: jax.Array,
     slots_T: jax.Array,
-) -> jax.Array:
+) -> Pages:
     """Run `write` under the mesh in use, the cache divided with the key heads if they divide."""
     mesh = mesh_in_use()
     if mesh is None:
         return write(kv_LPSCH, k_TKH, v_TKH, layer, slots_T)
     heads = dividing("activation_heads", k_TKH.shape[1])
-    cache = PartitionSpec(None, None, None, heads, None)
+    cache = page_specs(kv_LPSCH, heads)
     tokens = PartitionSpec(None, heads, None)
     return jax.shard_map(
         write,

@@ -1,6 +1,6 @@
 """How the mesh in use divides tokens and vocabulary, and running work on each device's part.
 
-XLA's partitioner would gather the projection anew for every chunk of tokens and reduce its
+XLA's partitioner would gather the projection again for every chunk of tokens and reduce its
 gradient as often. Here each device gathers its part once, adds up its own tokens' gradient, and
 the sums over devices are made once, after the last chunk.
 

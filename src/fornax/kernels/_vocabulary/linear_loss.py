@@ -72,7 +72,7 @@ def linear_loss(
         w_DV: output projection. Where it has no gradient none is computed.
         rows: pytree of arrays with the leading dimensions of x. No gradient.
         shared: pytree of arrays, for instance another projection. No gradient.
-        weights_T: one a token, leading dimensions of x; a token of weight 0 adds nothing.
+        weights_T: one per token, leading dimensions of x; a token of weight 0 adds nothing.
         softcap: c in logit = c tanh(logit / c).
         chunk: tokens per device whose logits exist at once.
 

@@ -28,7 +28,7 @@ __all__ = ["TokenLogprobs", "linear_logprobs", "logits_logprobs", "logprobs_oper
 
 
 class TokenLogprobs(NamedTuple):
-    """One value a token, float32 (float64 for float64 inputs), in nats. Both carry gradients."""
+    """One value per token, float32 (float64 for float64 inputs), in nats. Both carry gradients."""
 
     logprobs: jax.Array
     """Log-probability of the target."""
@@ -86,7 +86,7 @@ def linear_logprobs(
         w_DV: output projection (a tied embedding transposed).
         targets_T: int32 tokens. A negative one gives 0 without a gradient; one beyond the
             vocabulary gives NaN.
-        temperature: above 0; one number, or one a token (broadcast to the targets). No gradient.
+        temperature: above 0; one number, or one per token (broadcast to the targets). No gradient.
         softcap: c in logit = c tanh(logit / c), before the temperature.
         entropy: whether to return it.
         chunk: tokens per device whose logits exist at once.
@@ -122,7 +122,7 @@ def logits_logprobs(
     temperature: float | jax.Array = 1.0,
     entropy: bool = False,
 ) -> TokenLogprobs:
-    """The same values as `linear_logprobs` from logits at hand, the softcap already applied.
+    """The same values as `linear_logprobs` from given logits, the softcap already applied.
 
     Args:
         logits: [..., V]; minus infinity where a filter took a word out.
@@ -150,7 +150,7 @@ def logits_logprobs(
 def _temperatures(
     temperature: float | jax.Array, targets: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    """Return one temperature a token, at least float32, without a gradient.
+    """Return one temperature per token, at least float32, without a gradient.
 
     Raises:
         KernelError: a number that is not above 0, or a shape that does not broadcast.
@@ -165,7 +165,7 @@ def _temperatures(
     if len(shape) > targets.ndim or any(own not in (1, size) for own, size in pairs):
         raise KernelError(
             f"temperature{shape} does not broadcast to the targets {targets.shape}; give one "
-            "number, or one a token"
+            "number, or one per token"
         )
     wide = jnp.promote_types(dtype, jnp.float32)
     return jax.lax.stop_gradient(jnp.broadcast_to(jnp.asarray(temperature, wide), targets.shape))

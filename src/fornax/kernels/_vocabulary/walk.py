@@ -2,7 +2,7 @@
 
 `summed` adds up a loss over tokens whose weights are known before it is. The logits of a chunk are
 turned into their gradient, and that into its share of the gradients of `x` and `w`, while they are
-at hand: the backward pass only scales, so no logits are computed twice and [T, V] never exists.
+in memory: the backward pass only scales, so no logits are computed twice and [T, V] never exists.
 (The idea of Liger Kernel's fused linear cross entropy, Hsu et al. 2024.)
 
 On a mesh every device does so for its own tokens and its own part of the vocabulary. Where the

@@ -5,7 +5,7 @@ is the model's own; otherwise a token is drawn from max(p - q, 0). What comes ou
 p and is the draft's token with probability sum(min(p, q)), which no scheme exceeds (Leviathan et
 al. 2023, Chen et al. 2023).
 
-Legend: M samples, R rows, A places ahead, V vocabulary, G x L the vocabulary in lanes.
+Legend: M samples, R rows, A places ahead, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fornax.llm.sampling import reductions
+from fornax.kernels import reductions
 
 __all__ = ["Proposals", "correct", "init_proposals", "record"]
 
@@ -63,7 +63,7 @@ def record(
 
 
 def correct(
-    weights_MGL: jax.Array,
+    weights_MV: jax.Array,
     proposals: Proposals,
     rows_M: jax.Array,
     slots_M: jax.Array,
@@ -72,7 +72,7 @@ def correct(
     """Keep the proposed tokens or say what to draw from in their stead.
 
     Args:
-        weights_MGL: float32, the model's distribution, not normalized.
+        weights_MV: float32, the model's distribution, not normalized.
         proposals: of all rows.
         rows_M: int32.
         slots_M: int32, place modulo A; -1 where nothing was proposed.
@@ -85,20 +85,22 @@ def correct(
     index = jnp.maximum(rows_M, 0), jnp.maximum(slots_M, 0)
     token_M = proposals.tokens[index]
     draft_MV = lax.bitcast_convert_type(proposals.weights[index], jnp.bfloat16)
-    draft_MGL = reductions.split(draft_MV.astype(jnp.float32), 0.0)
-    target_MGL, draft_MGL = _normalized(weights_MGL), _normalized(draft_MGL)
-    stays_M = uniforms_M * _at(draft_MGL, token_M) < _at(target_MGL, token_M)
-    residual_MGL = jnp.maximum(target_MGL - draft_MGL, 0)
+    target_MV, draft_MV = _normalized(weights_MV), _normalized(draft_MV.astype(jnp.float32))
+    stays_M = uniforms_M * _at(draft_MV, token_M) < _at(target_MV, token_M)
+    residual_MV = jnp.maximum(target_MV - draft_MV, 0)
     # Where the two are equal up to rounding, nothing may be left although a token was refused.
-    corrected_M = found_M & (reductions.total(residual_MGL) > 0)
-    residual_MGL = jnp.where(corrected_M[:, None, None], residual_MGL, weights_MGL)
-    return jnp.where(found_M & stays_M, token_M, -1), residual_MGL
+    corrected_M = found_M & (_total(residual_MV) > 0)
+    residual_MV = jnp.where(corrected_M[:, None], residual_MV, weights_MV)
+    return jnp.where(found_M & stays_M, token_M, -1), residual_MV
 
 
-def _normalized(weights_MGL: jax.Array) -> jax.Array:
-    return weights_MGL / reductions.total(weights_MGL)[:, None, None]
+def _normalized(weights_MV: jax.Array) -> jax.Array:
+    return weights_MV / _total(weights_MV)[:, None]
 
 
-def _at(x_MGL: jax.Array, index_M: jax.Array) -> jax.Array:
-    flat_MV = x_MGL.reshape(len(x_MGL), -1)
-    return jnp.take_along_axis(flat_MV, index_M[:, None], axis=1)[:, 0]
+def _total(x_MV: jax.Array) -> jax.Array:
+    return reductions.total(reductions.split(x_MV, 0.0))
+
+
+def _at(x_MV: jax.Array, index_M: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_MV, index_M[:, None], axis=1)[:, 0]

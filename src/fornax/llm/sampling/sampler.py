@@ -1,6 +1,6 @@
 """Chooses tokens on the device: one program for every mixture of requests.
 
-Each part is behind a `lax.cond` on what the samples at hand ask for, so greedy requests pay for
+Each part is behind a `lax.cond` on what the current samples ask for, so greedy requests pay for
 an argmax and nothing else. Random bits are those of `fold_in(key(seed), position)`: a seeded
 request draws the same tokens whatever runs beside it. A draft model draws with bits of its own
 (`propose`), and the model keeps or corrects what it proposed (`fornax.llm.sampling.rejection`).
@@ -8,7 +8,6 @@ request draws the same tokens whatever runs beside it. A draft model draws with 
 Legend: M samples, R rows, V vocabulary, W words of 32 tokens, K log probabilities a token.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,16 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from fornax import kernels
+from fornax.kernels import reductions
 from fornax.llm.config import LogprobsMode
-from fornax.llm.sampling import reductions
 from fornax.llm.sampling.masks import ALL, full_mask
 from fornax.llm.sampling.rejection import Proposals, correct, record
-from fornax.llm.sampling.state import (
-    DrawParams,
-    LogitParams,
-    SamplerState,
-)
-from fornax.llm.sampling.top_k_top_p import filtered
+from fornax.llm.sampling.state import KEEP_ALL, DrawParams, LogitParams, SamplerState
 
 __all__ = ["Sampled", "Scored", "propose", "sample", "score"]
 
@@ -58,6 +52,7 @@ class Sampled(NamedTuple):
     top_logprobs: jax.Array
 
 
+@jax.named_scope("sampling")
 def sample(
     logits_MV: jax.Array,
     state: SamplerState,
@@ -93,26 +88,33 @@ def sample(
     def adjusted() -> jax.Array:
         return process_logits(logits_MV, all_R.change, rows_M, mask_MW)
 
-    def draw(weights_MGL: jax.Array) -> jax.Array:
+    def draw(x_MV: jax.Array) -> jax.Array:
+        filters, uniforms_M2 = _filters(choice), _uniforms(choice, positions_M, 2)
         if proposals is None or slots_M is None:
-            return _draw(weights_MGL, choice, positions_M)
-        kept_M, weights_MGL = lax.cond(
-            jnp.any(slots_M >= 0),
-            lambda: correct(
-                weights_MGL,
-                proposals,
-                rows_M,
-                slots_M,
-                _uniforms(choice, positions_M, 1, stream=_KEEP)[:, 0],
-            ),
-            lambda: (jnp.full_like(rows_M, -1), weights_MGL),
+            return kernels.sample_tokens(x_MV, uniforms_M2, filters)
+        proposed_M = (slots_M >= 0) & (choice.temperature > 0)
+        cut_MV = kernels.filter_logits(x_MV, filters)
+
+        def corrected() -> tuple[jax.Array, jax.Array]:
+            uniforms_M = _uniforms(choice, positions_M, 1, stream=_KEEP)[:, 0]
+            kept_M, weights_MV = correct(
+                _weights(cut_MV, choice), proposals, rows_M, slots_M, uniforms_M
+            )
+            left_MV = jnp.log(weights_MV) * _scale(choice)[:, None]
+            return kept_M, jnp.where(proposed_M[:, None], left_MV, cut_MV)
+
+        kept_M, left_MV = lax.cond(
+            jnp.any(proposed_M), corrected, lambda: (jnp.full_like(rows_M, -1), cut_MV)
         )
-        return jnp.where(kept_M >= 0, kept_M, _draw(weights_MGL, choice, positions_M))
+        drawn_M = kernels.sample_tokens(left_MV, uniforms_M2, _unfiltered(filters))
+        return jnp.where(proposed_M & (kept_M >= 0), kept_M, drawn_M)
 
     def scored(reported: tuple[jax.Array, ...], target_M: jax.Array) -> Scored:
         if not reported:
             return score(logits_MV, target_M, num_logprobs)
         (reported_MV,) = reported
+        if logprobs_mode == "processed_logprobs":
+            reported_MV = kernels.filter_logits(reported_MV, _filters(choice))
         scale_M = _scale(choice)
         # The trainer's own function of logits, so that its log-probs differ by rounding alone.
         own = kernels.logits_logprobs(reported_MV, target_M, temperature=scale_M)
@@ -122,9 +124,7 @@ def sample(
     def choose() -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Tokens, and the logits to report of, unless they are the model's own."""
         x_MV = lax.cond(changing, adjusted, lambda: logits_MV)
-        cut_MV = _cut(x_MV, choice)
-        reported = {"raw_logprobs": (), "scaled_logprobs": (x_MV,)}.get(logprobs_mode, (cut_MV,))
-        return _choose(cut_MV, choice, draw), reported
+        return draw(x_MV), () if logprobs_mode == "raw_logprobs" else (x_MV,)
 
     def most_likely() -> tuple[jax.Array, tuple[jax.Array, ...]]:
         own = () if logprobs_mode == "raw_logprobs" else (logits_MV,)
@@ -146,6 +146,7 @@ def sample(
     return Sampled(tokens_M, *found), state
 
 
+@jax.named_scope("sampling")
 def propose(
     logits_MV: jax.Array,
     state: SamplerState,
@@ -175,17 +176,17 @@ def propose(
         lambda: process_logits(logits_MV, change, rows_M, mask_MW),
         lambda: logits_MV,
     )
-    x_MV = _cut(x_MV, choice)
-    x_MGL, max_M = _in_lanes(x_MV)
     greedy_M, random_M = kernels.argmax(x_MV), choice.temperature > 0
     noted_M = jnp.where(rows_M >= 0, rows_M, len(state.last_token))
 
     def drawn() -> tuple[jax.Array, Proposals]:
-        # Drawn from the weights as they are kept, so that the model knows the very odds.
-        kept_MGL = _weights(x_MGL, max_M, choice).astype(jnp.bfloat16)
-        weights_MGL = kept_MGL.astype(jnp.float32)
-        tokens_M = _draw(weights_MGL, choice, positions_M, stream=_DRAFT)
-        kept_MV = kept_MGL.reshape(samples, -1)[:, :vocab_size]
+        # Drawn from the weights as they are kept, so that the model has the exact odds.
+        filters = _filters(choice)
+        cut_MV = kernels.filter_logits(x_MV, filters)
+        kept_MV = _weights(cut_MV, choice).astype(jnp.bfloat16)
+        odds_MV = jnp.log(kept_MV.astype(jnp.float32)) * _scale(choice)[:, None]
+        uniforms_M2 = _uniforms(choice, positions_M, 2, stream=_DRAFT)
+        tokens_M = kernels.sample_tokens(odds_MV, uniforms_M2, _unfiltered(filters))
         return tokens_M, record(proposals, noted_M, slots_M, tokens_M, kept_MV)
 
     drawn_M, proposals = lax.cond(jnp.any(random_M), drawn, lambda: (greedy_M, proposals))
@@ -194,6 +195,7 @@ def propose(
     return tokens_M, replace(state, last_token=last_token), proposals
 
 
+@jax.named_scope("logprobs")
 def score(logits_MV: jax.Array, targets_M: jax.Array, k: int) -> Scored:
     """Log probabilities of the targets and of the k most likely tokens.
 
@@ -221,62 +223,32 @@ def _choices(all_R: DrawParams, rows_M: jax.Array) -> DrawParams:
     return replace(choice, temperature=jnp.where(rows_M >= 0, choice.temperature, 0.0))
 
 
-def _choose(
-    x_MV: jax.Array, choice: DrawParams, draw: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Tokens, int32 [M], drawn by weights [M, G, L]; -1 where logits are not finite."""
-    x_MGL, max_M = _in_lanes(x_MV)
-    random_M = choice.temperature > 0
-    greedy_M = kernels.argmax(x_MV)
-    drawn_M = lax.cond(
-        jnp.any(random_M),
-        lambda: draw(_weights(x_MGL, max_M, choice)),
-        lambda: greedy_M,
+def _filters(choice: DrawParams) -> kernels.TokenFilters:
+    return kernels.TokenFilters(choice.temperature, choice.top_k, choice.top_p, choice.min_p)
+
+
+def _unfiltered(filters: kernels.TokenFilters) -> kernels.TokenFilters:
+    """At the same temperature, among all tokens."""
+    return kernels.TokenFilters(
+        filters.temperature_M,
+        jnp.full_like(filters.top_k_M, KEEP_ALL),
+        jnp.ones_like(filters.top_p_M),
+        jnp.zeros_like(filters.min_p_M),
     )
-    return jnp.where(random_M & (greedy_M >= 0), drawn_M, greedy_M)
 
 
-def _draw(
-    weights_MGL: jax.Array, choice: DrawParams, positions_M: jax.Array, stream: int | None = None
-) -> jax.Array:
-    return reductions.pick(weights_MGL, _uniforms(choice, positions_M, 2, stream=stream))
-
-
-def _weights(x_MGL: jax.Array, max_M: jax.Array, choice: DrawParams) -> jax.Array:
+def _weights(x_MV: jax.Array, choice: DrawParams) -> jax.Array:
     """Of each token, 1 for the most likely one."""
-    return jnp.exp(-_depth(x_MGL, max_M, choice))
-
-
-def _depth(x_MGL: jax.Array, max_M: jax.Array, choice: DrawParams) -> jax.Array:
-    return (max_M[:, None, None] - x_MGL) / _scale(choice)[:, None, None]
-
-
-def _cut(x_MV: jax.Array, choice: DrawParams) -> jax.Array:
-    """Logits, -inf for the tokens that the filters leave out."""
-    samples, vocab_size = x_MV.shape
-
-    def cut() -> jax.Array:
-        x_MGL, max_M = _in_lanes(x_MV)
-        depth_MGL = _depth(x_MGL, max_M, choice)
-        kept_MGL = filtered(depth_MGL, jnp.exp(-depth_MGL), choice) > 0
-        kept_MV = kept_MGL.reshape(samples, -1)[:, :vocab_size]
-        return jnp.where(kept_MV | (choice.temperature <= 0)[:, None], x_MV, -jnp.inf)
-
-    return lax.cond(_cuts(choice, vocab_size), cut, lambda: x_MV)
+    _, max_M = _in_lanes(x_MV)
+    return jnp.exp((x_MV - max_M[:, None]) / _scale(choice)[:, None])
 
 
 def _scale(choice: DrawParams) -> jax.Array:
     return jnp.where(choice.temperature > 0, choice.temperature, 1.0)
 
 
-def _cuts(choice: DrawParams, vocab_size: int) -> jax.Array:
-    """Whether a filter leaves tokens out in some sample; bool."""
-    cutting_M = (choice.top_k < vocab_size) | (choice.top_p < 1) | (choice.min_p > 0)
-    return jnp.any(cutting_M & (choice.temperature > 0))
-
-
 def _uniforms(
-    choice: DrawParams, positions_M: jax.Array, count: int, *, stream: int | None
+    choice: DrawParams, positions_M: jax.Array, count: int, *, stream: int | None = None
 ) -> jax.Array:
     """Uniform in [0, 1), float32 [M, count]; None is the stream of plain draws."""
 

@@ -16,6 +16,7 @@ from fornax.llm.sampling.masks import token_mask
 from fornax.llm.sampling_params import MAX_BIASES, SamplingParams
 
 __all__ = [
+    "KEEP_ALL",
     "DrawParams",
     "LogitParams",
     "RowParams",
@@ -84,7 +85,7 @@ class RowParams:
         output: Sequence[int],
         vocab_size: int,
     ) -> Self:
-        """A row for a sequence that begins, or goes on after `output`.
+        """A row for a sequence that begins, or continues after `output`.
 
         Args:
             seed: of this completion; 64 bits count.

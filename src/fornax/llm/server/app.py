@@ -3,16 +3,13 @@
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from fornax import __version__
 from fornax.config import ConfigError
 from fornax.llm.server import (
     chat,
     completions,
     embeddings,
-    errors,
     models,
     operations,
     tokens,
@@ -25,6 +22,8 @@ from fornax.llm.server.middleware import RequestMiddleware
 from fornax.llm.server.preprocessing import ChatRenderer, PromptEncoder
 from fornax.llm.server.protocol import Body
 from fornax.llm.server.state import Server
+from fornax.llm.server.web import new_app
+from fornax.profile import OnDemand
 
 if TYPE_CHECKING:
     from fornax.llm.async_engine import AsyncEngine
@@ -47,7 +46,7 @@ def create_server(
     Raises ConfigError for a model without a tokenizer.
     """
     if engine.tokenizer is None:
-        raise ConfigError(f"no tokenizer lies with {model}; name one with --tokenizer PATH")
+        raise ConfigError(f"there is no tokenizer in {model}; name one with --tokenizer PATH")
     defaults = engine.default_sampling_params if config.generation_config == "auto" else {}
     return Server(
         engine=engine,
@@ -57,6 +56,9 @@ def create_server(
         encoder=PromptEncoder(engine.tokenizer, engine.max_model_len),
         renderer=ChatRenderer(engine.chat_template, engine.tokenizer, config),
         concurrency=ConcurrencyLimit(config.max_concurrent_requests),
+        captures=(
+            None if config.profile_dir is None else OnDemand(config.profile_dir, engine.leader)
+        ),
         defaults={**defaults, **(config.override_generation_config or {})},
     )
 
@@ -64,32 +66,16 @@ def create_server(
 def create_app(server: Server) -> FastAPI:
     """The routes; `asgi_app` puts the gate around them."""
     config = server.config
-    app = FastAPI(
-        title="Fornax",
-        version=__version__,
-        summary="An LLM behind OpenAI's interface.",
-        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
-        docs_url=None if config.disable_fastapi_docs else "/docs",
-        redoc_url=None,
-        root_path=config.root_path,
-        generate_unique_id_function=lambda route: route.name,
-    )
+    app = new_app(config, "An LLM behind OpenAI's interface.")
     app.state.server = server
-    errors.install(app)
     for part in (completions, chat, embeddings, models, tokens, operations):
         app.include_router(part.router)
     if config.enable_adapter_endpoints:
         app.include_router(models.adapters)
     if config.enable_dev_endpoints:
         app.include_router(operations.development)
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_methods=list(config.allowed_methods),
-            allow_headers=list(config.allowed_headers),
-            allow_credentials=config.allow_credentials,
-        )
+    if config.profile_dir is not None:
+        app.include_router(operations.profiles)
     return app
 
 

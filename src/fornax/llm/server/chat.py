@@ -1,13 +1,13 @@
 """`POST /v1/chat/completions`: the next message of a conversation."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from fastapi import APIRouter
 
 from fornax.llm.outputs import CompletionOutput, RequestOutput
 from fornax.llm.server.chat_parser import ChatParser, ParserChoice, choose_parsers
 from fornax.llm.server.chat_protocol import Chat, ChatBody
-from fornax.llm.server.generation import GenerationResponse, Outputs
+from fornax.llm.server.generation import GenerationResponse
 from fornax.llm.server.middleware import RequestContext
 from fornax.llm.server.preprocessing import sampling_params
 from fornax.llm.server.protocol import JsonObject, failures, stream_of
@@ -17,7 +17,8 @@ from fornax.llm.server.responses import (
     prompt_logprobs,
     routed_experts,
 )
-from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
+from fornax.llm.server.state import Server, ServerDep
+from fornax.llm.server.web import ContextDep, StrictRoute
 
 __all__ = ["ChatResponseBuilder", "router"]
 
@@ -154,7 +155,7 @@ class ChatResponseBuilder(ResponseBuilder):
 
 
 def _echoed(body: ChatBody, role: str) -> str:
-    """The text of the last message where it is to stand before the answer."""
+    """The text of the last message where it is to come before the answer."""
     last = body.messages[-1]
     if not body.echo or last.role != role or last.content is None:
         return ""
@@ -200,12 +201,12 @@ async def chat(body: ChatBody, server: ServerDep, context: ContextDep) -> Genera
     after = tuple(await server.encoder.encode(parsers.constrain_after, add_special_tokens=False))
     answer_id = f"chatcmpl-{body.request_id or context.id}"
 
-    def start() -> Sequence[Outputs]:
+    def start() -> Sequence[AsyncIterator[RequestOutput]]:
         return [
             server.engine.generate(
                 ids,
                 params,
-                request_id=server.engine_id(answer_id),
+                request_id=server.engine_id(answer_id, context),
                 lora=adapter,
                 priority=body.priority,
                 prompt=text,

@@ -135,7 +135,7 @@ class ChatPrompt(Body):
     add_generation_prompt: bool = True
     """Whether the prompt ends where the model's message begins."""
     continue_final_message: bool = False
-    """Whether the model goes on with the last message."""
+    """Whether the model continues with the last message."""
     add_special_tokens: bool = False
     """Whether the tokenizer adds its special tokens to what the template made."""
     documents: FailFastList[BoundedDict[str]] | None = None
@@ -162,12 +162,12 @@ _NO_FUNCTIONS = Refused("use tools and tool_choice")
 
 
 class ChatBody(ChatPrompt, GenerationBody):
-    """A conversation to go on with."""
+    """A conversation to continue with."""
 
     logprobs: bool | None = False
     """Whether the tokens' log probabilities are returned."""
     top_logprobs: Annotated[int, Field(ge=-1)] | None = 0
-    """Log probabilities of so many other tokens at each place; needs logprobs."""
+    """Log probabilities of this many other tokens at each place; needs logprobs."""
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """Older name of max_completion_tokens."""
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -183,7 +183,7 @@ class ChatBody(ChatPrompt, GenerationBody):
     include_reasoning: bool = True
     """Whether the answer has the reasoning."""
     echo: bool = False
-    """Whether the last message stands before the answer if it has the same role."""
+    """Whether the last message comes before the answer if it has the same role."""
     return_prompt_text: bool | None = None
     """Whether the answer has the text that the chat template made."""
     metadata: BoundedDict[str] | None = None

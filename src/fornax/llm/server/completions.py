@@ -1,6 +1,6 @@
-"""`POST /v1/completions`: text that goes on from a prompt."""
+"""`POST /v1/completions`: text that continues from a prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from fornax.llm.outputs import CompletionOutput, RequestOutput
 from fornax.llm.server.errors import ApiError
-from fornax.llm.server.generation import GenerationResponse, Outputs
+from fornax.llm.server.generation import GenerationResponse
 from fornax.llm.server.middleware import RequestContext
 from fornax.llm.server.preprocessing import sampling_params
 from fornax.llm.server.protocol import (
@@ -31,7 +31,8 @@ from fornax.llm.server.responses import (
     prompt_logprobs,
     routed_experts,
 )
-from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
+from fornax.llm.server.state import Server, ServerDep
+from fornax.llm.server.web import ContextDep, StrictRoute
 
 __all__ = ["Completion", "CompletionBody", "CompletionResponseBuilder", "router"]
 
@@ -40,14 +41,14 @@ _MOST_PROMPTS = 1024
 
 
 class CompletionBody(GenerationBody):
-    """A text to go on from."""
+    """A text to continue from."""
 
     prompt: str | FailFastList[TokenId] | FailFastList[str] | FailFastList[FailFastList[TokenId]]
     """A text, its token ids, or several of either."""
     echo: bool | None = False
-    """Whether the prompt stands before the completion."""
+    """Whether the prompt comes before the completion."""
     logprobs: Annotated[int, Field(ge=-1)] | None = None
-    """Log probabilities of the tokens, and of so many others at each place."""
+    """Log probabilities of the tokens, and of this many others at each place."""
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
     """Most tokens to make; 0 only with echo."""
     add_special_tokens: bool = True
@@ -227,7 +228,7 @@ router = APIRouter(tags=["OpenAI"], route_class=StrictRoute)
 async def complete(
     body: CompletionBody, server: ServerDep, context: ContextDep
 ) -> GenerationResponse:
-    """Go on from each prompt."""
+    """Continue from each prompt."""
     context.log_fields.update(model=body.model, user=body.user, session_id=body.session_id)
     adapter = server.adapter(body.model)
     server.require_ready()
@@ -250,9 +251,9 @@ async def complete(
         for prompt in prompts
     ]
     answer_id = f"cmpl-{body.request_id or context.id}"
-    numbers = {server.engine_id(answer_id): number for number in range(len(prompts))}
+    numbers = {server.engine_id(answer_id, context): number for number in range(len(prompts))}
 
-    def start() -> Sequence[Outputs]:
+    def start() -> Sequence[AsyncIterator[RequestOutput]]:
         return [
             server.engine.generate(
                 prompts[number],

@@ -1,20 +1,21 @@
 """Options of the HTTP server; flags are those of `vllm serve` where it has them."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from fornax.config import ConfigError
 from fornax.llm.server.limits import RequestLimits
 
-__all__ = ["ServerConfig"]
+__all__ = ["HttpConfig", "ServerConfig"]
 
 _COUNTS = ("max_body_bytes", "max_header_bytes", "max_concurrent_requests", "max_connections")
 _TIMES = ("header_timeout", "body_timeout", "send_timeout", "timeout_keep_alive")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """The HTTP server: where it listens, whom it serves, what it allows."""
+class HttpConfig:
+    """An HTTP server with OpenAI's interface: where it listens, whom it serves, what it allows."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface."""
@@ -40,6 +41,55 @@ class ServerConfig:
     """Headers that such pages may send."""
     allow_credentials: bool = False
     """Whether such pages may send credentials."""
+    enable_request_id_headers: bool = True
+    """Whether answers carry X-Request-Id."""
+    disable_fastapi_docs: bool = False
+    """Whether /docs and /openapi.json are left out."""
+    disable_access_log: bool = False
+    """Whether requests are not logged."""
+    disable_access_log_for_endpoints: str = "/health,/ready,/metrics"
+    """Paths whose requests are not logged, separated by commas."""
+    run_dir: Path | None = None
+    """Directory to write what the server does to, a line every two seconds, for fornax ui."""
+    max_body_bytes: int = 4 * 1024 * 1024
+    """Largest request body; a larger one gets 413."""
+    max_header_bytes: int = 64 * 1024
+    """Largest head of a request; a larger one gets 431."""
+    header_timeout: float = 15.0
+    """Seconds in which a request's head must arrive, else the connection is closed."""
+    body_timeout: float = 60.0
+    """Seconds in which a request's body must arrive, else 408."""
+    send_timeout: float = 60.0
+    """Seconds that a client may take no data that waits for it; then its connection is closed."""
+    request_timeout: float = 0.0
+    """Seconds a request may take, 504 after them; 0 for no limit."""
+    max_concurrent_requests: int = 1024
+    """Requests being answered at once; more get 429 with Retry-After."""
+    max_connections: int = 4096
+    """Connections open at once; more get 503."""
+    timeout_keep_alive: float = 15.0
+    """Seconds an idle connection is kept."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("ssl_keyfile and ssl_certfile are given together or not at all")
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is below 1; give at least 1")
+        for name in ("request_timeout", "shutdown_timeout", "port"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 is the least")
+        for name in _TIMES:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig(HttpConfig):
+    """The server of a language model."""
+
     chat_template: str | None = None
     """File with a Jinja chat template, or the template itself (default: the model's own)."""
     generation_config: Literal["auto", "vllm"] = "auto"
@@ -61,66 +111,47 @@ class ServerConfig:
     exclude_tools_when_tool_choice_none: bool = False
     """Whether tools stay out of the prompt when tool_choice is none."""
     return_tokens_as_token_ids: bool = False
-    """Whether logprobs name tokens as token_id:N, so that tokens that are no text stay apart."""
+    """Whether logprobs name tokens as token_id:N, so that tokens that are not text stay apart."""
     enable_prompt_tokens_details: bool = False
     """Whether usage counts the prompt tokens found in the prefix cache."""
     enable_force_include_usage: bool = False
     """Whether every stream ends with its usage."""
-    enable_request_id_headers: bool = True
-    """Whether answers carry X-Request-Id."""
     enable_dev_endpoints: bool = False
     """Whether /sleep, /wake_up, /is_sleeping and /reset_prefix_cache are there."""
+    profile_dir: Path | None = None
+    """Folder for profiles asked for by POST /start_profile (default: there is no such path)."""
+    profile_max_seconds: float = 60.0
+    """Longest time that a profile runs."""
     enable_adapter_endpoints: bool = False
     """Whether adapters may be loaded and unloaded while serving; it reads paths on this machine."""
     lora_modules: tuple[str, ...] = ()
     """Adapters to load at the start, each NAME=PATH; needs enable_lora."""
-    disable_fastapi_docs: bool = False
-    """Whether /docs and /openapi.json are left out."""
-    disable_access_log: bool = False
-    """Whether requests are not logged."""
-    disable_access_log_for_endpoints: str = "/health,/ready,/metrics"
-    """Paths whose requests are not logged, separated by commas."""
-    max_body_bytes: int = 4 * 1024 * 1024
-    """Largest request body; a larger one gets 413."""
-    max_header_bytes: int = 64 * 1024
-    """Largest head of a request; a larger one gets 431."""
-    header_timeout: float = 15.0
-    """Seconds in which a request's head must arrive, else the connection is closed."""
-    body_timeout: float = 60.0
-    """Seconds in which a request's body must arrive, else 408."""
-    send_timeout: float = 60.0
-    """Seconds that a client may take no data that waits for it; then its connection is closed."""
-    request_timeout: float = 0.0
-    """Seconds a request may take, 504 after them; 0 for no limit."""
-    max_concurrent_requests: int = 1024
-    """Requests being answered at once; more get 429 with Retry-After."""
     max_queued_requests: int = 512
     """Completions waiting for a place in the batch; at more, requests get 429 with Retry-After."""
+    otlp_traces_endpoint: str | None = None
+    """Address of an OTLP collector over HTTP, such as http://127.0.0.1:4318/v1/traces, to send
+    OpenTelemetry spans of requests to (extra otel)."""
+    trace_sample_rate: float = 0.01
+    """Share of requests to trace, among those whose caller did not decide; from 0 to 1."""
     request_limits: RequestLimits = field(default_factory=RequestLimits)
     """How much one request may ask for; more gets 400."""
-    max_connections: int = 4096
-    """Connections open at once; more get 503."""
-    timeout_keep_alive: float = 15.0
-    """Seconds an idle connection is kept."""
-    shutdown_timeout: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.enable_auto_tool_choice and not self.tool_call_parser:
             raise ConfigError(
                 "enable_auto_tool_choice needs tool_call_parser; name the parser of the model"
             )
-        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ConfigError("ssl_keyfile and ssl_certfile are given together or not at all")
-        for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is below 1; give at least 1")
-        for name in ("max_queued_requests", "request_timeout", "shutdown_timeout", "port"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 is the least")
-        for name in _TIMES:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}={getattr(self, name)} leaves no time; give seconds")
+        if self.max_queued_requests < 0:
+            raise ConfigError(
+                f"max_queued_requests={self.max_queued_requests} is negative; 0 is the least"
+            )
+        if not 0 < self.profile_max_seconds <= 3600:
+            raise ConfigError(
+                f"profile_max_seconds={self.profile_max_seconds:g} must be above 0 and at most 3600"
+            )
+        if not 0 <= self.trace_sample_rate <= 1:
+            raise ConfigError(f"trace_sample_rate={self.trace_sample_rate} is not between 0 and 1")
         for module in self.lora_modules:
             name, _, path = module.partition("=")
             if not name or not path:

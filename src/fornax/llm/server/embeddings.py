@@ -28,7 +28,8 @@ from fornax.llm.server.protocol import (
     failures,
     one_by_one,
 )
-from fornax.llm.server.state import ContextDep, Server, ServerDep, StrictRoute
+from fornax.llm.server.state import Server, ServerDep
+from fornax.llm.server.web import ContextDep, StrictRoute
 
 __all__ = ["EmbeddingBody", "Embeddings", "router"]
 
@@ -46,13 +47,13 @@ class EmbeddingBody(Body):
     encoding_format: Literal["float", "base64"] = "float"
     """base64 is that of little-endian float32."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """Keeps so many of the first numbers, scaled to unit length again."""
+    """Keeps this many of the first numbers, scaled to unit length again."""
     user: str | None = None
     """Written to the access log."""
     add_special_tokens: bool = True
     """Whether the tokenizer adds its special tokens."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
-    """Keeps so many tokens of each text; -1 as many as the context has room for."""
+    """Keeps this many tokens of each text; -1 as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end of a truncated text is cut off; right without it."""
     priority: Annotated[int, INT64] = 0
@@ -130,7 +131,10 @@ async def embed(
             asyncio.timeout(server.config.request_timeout or None),
         ):
             outputs = await _together(
-                [_one(body, server, adapter, ids, server.engine_id(answer_id)) for ids in inputs]
+                [
+                    _one(body, server, adapter, ids, server.engine_id(answer_id, context))
+                    for ids in inputs
+                ]
             )
     if client.disconnected:
         context.status = CLIENT_CLOSED_REQUEST

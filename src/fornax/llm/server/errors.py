@@ -5,6 +5,7 @@ import re
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -133,7 +134,7 @@ def _sentence(error: HTTPException, request: Request) -> str:
     return str(error.detail)
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
+def from_validation(error: RequestValidationError | ValidationError) -> ApiError:
     """The first thing wrong in a body, as one sentence that names its field."""
     first = error.errors()[0]
     place = [part for part in first["loc"] if part not in ("body", "query", "path")]
@@ -148,7 +149,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
         case "missing":
             message = "the body is empty; send a JSON object with content-type application/json"
         case "model_attributes_type" | "model_type" | "dict_type" if not name:
-            message = "the body is no JSON object; send one, with content-type application/json"
+            message = "the body is not a JSON object; send one, with content-type application/json"
         case _:
             what = first["msg"].removeprefix("Input should be ")
             message = f"{name}: it should be {what}" if what != first["msg"] else f"{name}: {what}"

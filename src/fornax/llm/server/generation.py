@@ -5,16 +5,16 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
+from typing import Generic, Protocol, TypeVar
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from fornax.llm.outputs import RequestOutput
+from fornax.llm.server.config import HttpConfig
 from fornax.llm.server.errors import CLIENT_CLOSED_REQUEST, ApiError, translate
+from fornax.llm.server.listening import Served
 from fornax.llm.server.middleware import RequestContext
-from fornax.llm.server.responses import ResponseBuilder
-from fornax.llm.server.state import Server
 
 __all__ = ["CancelOnDisconnect", "GenerationResponse"]
 
@@ -27,7 +27,32 @@ _EVENT_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 
-Outputs = AsyncIterator[RequestOutput]
+Output = TypeVar("Output")
+In = TypeVar("In", contravariant=True)
+
+
+class _Builder(Protocol[In]):
+    """Makes the answer out of what the engine makes."""
+
+    def push(self, output: In) -> bytes:
+        """Take an output; the events that it makes, empty where there are none."""
+
+    def stream_end(self) -> bytes:
+        """The last events of a stream."""
+
+    def body(self) -> bytes:
+        """The answer that is not a stream."""
+
+
+class _Server(Served, Protocol):
+    """What the answer asks of the server."""
+
+    @property
+    def config(self) -> HttpConfig:
+        """How it serves."""
+
+    def require_ready(self) -> None:
+        """ApiError unless requests are taken."""
 
 
 class CancelOnDisconnect:
@@ -64,15 +89,15 @@ class CancelOnDisconnect:
         return kind is asyncio.CancelledError and not others
 
 
-class GenerationResponse(Response):
+class GenerationResponse(Response, Generic[Output]):
     """Runs one request's generations and sends what they make."""
 
     def __init__(
         self,
-        server: Server,
+        server: _Server,
         context: RequestContext,
-        start: Callable[[], Sequence[Outputs]],
-        builder: ResponseBuilder,
+        start: Callable[[], Sequence[AsyncIterator[Output]]],
+        builder: _Builder[Output],
         *,
         streams: bool,
     ):
@@ -108,8 +133,8 @@ class GenerationResponse(Response):
                 self._context.status = CLIENT_CLOSED_REQUEST
 
     def _as_api_error(self, error: Exception) -> ApiError:
-        """What the client is failure of a failure; what is no fault of its own is logged."""
-        if self._server.engine.error() is not None:
+        """What the client is failure of a failure; what is not a fault of its own is logged."""
+        if self._server.error() is not None:
             failure = ApiError(503, "the engine died; the server is stopping", code="engine_dead")
         else:
             failure = translate(error)
@@ -180,7 +205,9 @@ async def _send_last(client: CancelOnDisconnect, send: Send, events: bytes) -> N
 
 
 @contextlib.asynccontextmanager
-async def _merged(streams: Sequence[Outputs]) -> AsyncIterator[Outputs]:
+async def _merged(
+    streams: Sequence[AsyncIterator[Output]],
+) -> AsyncIterator[AsyncIterator[Output]]:
     """The outputs of all streams as they come; leaving closes, and so aborts, every stream."""
     outputs = streams[0] if len(streams) == 1 else _interleaved(streams)
     try:
@@ -190,11 +217,11 @@ async def _merged(streams: Sequence[Outputs]) -> AsyncIterator[Outputs]:
             await each.aclose()  # pyrefly: ignore[missing-attribute]
 
 
-async def _interleaved(streams: Sequence[Outputs]) -> Outputs:
+async def _interleaved(streams: Sequence[AsyncIterator[Output]]) -> AsyncIterator[Output]:
     """One stream out of several, each read by a task of its own."""
-    arrived: asyncio.Queue[RequestOutput | BaseException | None] = asyncio.Queue()
+    arrived: asyncio.Queue[Output | BaseException | None] = asyncio.Queue()
 
-    async def read(stream: Outputs) -> None:
+    async def read(stream: AsyncIterator[Output]) -> None:
         try:
             async for output in stream:
                 arrived.put_nowait(output)

@@ -19,6 +19,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 
 from fornax.llm.server.middleware import RequestContext
+from fornax.llm.server.tracing import RequestTracer
 from fornax.llm.stats import RequestStats, StepStats
 
 __all__ = ["Metrics"]
@@ -93,6 +94,14 @@ _HISTOGRAMS: dict[str, tuple[list[float] | None, str]] = {
     "vllm:request_decode_time_seconds": (_REQUEST, "Decode."),
 }
 
+_MEANS = {
+    "first_token_seconds": "vllm:time_to_first_token_seconds",
+    "inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "request_seconds": "vllm:e2e_request_latency_seconds",
+    "queue_seconds": "vllm:request_queue_time_seconds",
+}
+"""Columns of `server.jsonl` that are means of a histogram."""
+
 
 class Metrics:
     """The engine's metrics and those of HTTP, in registries of their own."""
@@ -147,6 +156,10 @@ class Metrics:
         ProcessCollector(registry=self._all)
         for each in (self._engine, self._http_requests, self._http_seconds):
             self._all.register(each)
+        self.tracer: RequestTracer | None = None
+        """Told of what ends, too."""
+        self._before: dict[str, float] = {}
+        """What `row` counted from when it was last called."""
         self._show_zeros()
 
     def _show_zeros(self) -> None:
@@ -217,6 +230,8 @@ class Metrics:
 
     def finished(self, stats: RequestStats) -> None:
         """A request ended."""
+        if self.tracer is not None:
+            self.tracer.ended(stats)
         counters, labelled = self._counters, self._labelled
         for reason in stats.finish_reasons:
             labelled["vllm:request_success"](reason).inc()
@@ -254,15 +269,60 @@ class Metrics:
 
     def request(self, context: RequestContext) -> None:
         """An HTTP request ended."""
+        if self.tracer is not None:
+            self.tracer.request(context)
         method = context.method if context.method in _METHODS else "other"
         status = f"{context.status // 100}xx"
         self._http_requests.labels(context.handler, method, status).inc()
         seconds = time.monotonic() - context.started
         self._http_seconds.labels(context.handler, method).observe(seconds)
 
+    def close(self) -> None:
+        """Send the spans that wait."""
+        if self.tracer is not None:
+            self.tracer.close()
+
     def collect(self) -> Iterable[Metric]:
         """The engine's metrics, without those of HTTP and of the process."""
         return self._engine.collect()
+
+    def row(self, seconds: float) -> dict[str, object]:
+        """What `server.jsonl` has of the `seconds` since the last call: sequences and the cache
+        now, rates, and means of what ended meanwhile (None where nothing did)."""
+        now: dict[str, float] = {}
+        for family in self.collect():
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    now[sample.name] = now.get(sample.name, 0.0) + sample.value
+        before, self._before = self._before, now
+        spent = {name: value - before.get(name, 0.0) for name, value in now.items()}
+
+        def rate(name: str) -> float:
+            return round(spent.get(name, 0.0) / max(seconds, 1e-3), 3)
+
+        def mean(total: str, count: str) -> float | None:
+            number = spent.get(count, 0.0)
+            return round(spent.get(total, 0.0) / number, 6) if number else None
+
+        tokens = spent.get("fornax:bucket_tokens_total", 0.0)
+        padding = spent.get("fornax:bucket_padding_tokens_total", 0.0)
+        queries = spent.get("vllm:prefix_cache_queries_total", 0.0)
+        hits = spent.get("vllm:prefix_cache_hits_total", 0.0)
+        return {
+            "running": now.get("vllm:num_requests_running", 0.0),
+            "waiting": now.get("vllm:num_requests_waiting", 0.0),
+            "cache_usage": now.get("vllm:kv_cache_usage_perc", 0.0),
+            "requests": now.get("vllm:e2e_request_latency_seconds_count", 0.0),
+            "requests_per_second": rate("vllm:e2e_request_latency_seconds_count"),
+            "prompt_tokens_per_second": rate("vllm:prompt_tokens_total"),
+            "generation_tokens_per_second": rate("vllm:generation_tokens_total"),
+            "steps_per_second": rate("fornax:steps_total"),
+            "batch_tokens": mean("fornax:bucket_tokens_total", "fornax:steps_total"),
+            "batch_fill": round(tokens / (tokens + padding), 4) if tokens + padding else None,
+            "prefix_hit_rate": round(hits / queries, 4) if queries else None,
+            "preemptions": now.get("vllm:num_preemptions_total", 0.0),
+            **{name: mean(f"{metric}_sum", f"{metric}_count") for name, metric in _MEANS.items()},
+        }
 
     def exposition(self) -> tuple[bytes, str]:
         """The text and its content type."""

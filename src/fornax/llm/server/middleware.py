@@ -4,10 +4,8 @@ import asyncio
 import hmac
 import json
 import logging
-import re
 import sys
 import time
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,15 +13,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fornax.config.http_server import replay
-from fornax.llm.server.config import ServerConfig
+from fornax.config.request_id import HEADER, request_id
+from fornax.llm.server.config import HttpConfig
 from fornax.llm.server.errors import CLIENT_CLOSED_REQUEST, ApiError
 from fornax.llm.server.limits import RefusalPace
+from fornax.llm.stats import RequestStats
 
 __all__ = ["RequestContext", "RequestMiddleware", "configure_logging"]
 
 _access_log = logging.getLogger("fornax.llm.access")
 _WITHOUT_KEY = frozenset({"/health", "/ready", "/ping", "/metrics"})
-_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_ID_HEADER = HEADER.encode()
 
 
 @dataclass(slots=True)
@@ -43,18 +43,22 @@ class RequestContext:
     """The route's path, as the metrics name it."""
     log_fields: dict[str, object] = field(default_factory=dict)
     """What the routes add to the access log."""
+    traceparent: bytes | None = None
+    """The caller's W3C trace context."""
+    generations: dict[str, RequestStats | None] = field(default_factory=dict)
+    """What it asked the engine for, by the engine's id, where it may be traced; None: it runs."""
 
     @classmethod
     def of(cls, scope: Scope, headers: dict[bytes, bytes], send: Send) -> "RequestContext":
-        """The context of a request; its id is the client's where that is printable."""
-        given = headers.get(b"x-request-id", b"")
+        """The context of a request."""
         client = scope.get("client")
         return cls(
-            id=given.decode("ascii") if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex,
+            id=request_id(headers.get(_ID_HEADER)),
             method=scope["method"],
             path=scope["path"].removeprefix(scope.get("root_path", "")),
             send=send,
             client=f"{client[0]}:{client[1]}" if client else "",
+            traceparent=headers.get(b"traceparent"),
         )
 
     def log(self) -> None:
@@ -89,7 +93,7 @@ class RequestMiddleware:
     """ASGI middleware around the whole app."""
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, finished: Callable[[RequestContext], None]
+        self, app: ASGIApp, config: HttpConfig, finished: Callable[[RequestContext], None]
     ) -> None:
         """`finished` is called with every request when it ends."""
         self._app = app
@@ -134,7 +138,7 @@ class RequestMiddleware:
     def _sender(self, context: RequestContext) -> Send:
         """Send with the request's id among the headers; notes the status, spaces out refusals."""
         shown = self._config.enable_request_id_headers
-        header = (b"x-request-id", context.id.encode())
+        header = (_ID_HEADER, context.id.encode())
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -188,7 +192,7 @@ class RequestMiddleware:
 
 
 def _closing(status: int, message: str) -> ApiError:
-    """An error after which the connection cannot go on, as its body was not read."""
+    """An error after which the connection cannot continue, as its body was not read."""
     error = ApiError(status, message)
     error.headers = {"Connection": "close"}
     return error

@@ -7,7 +7,8 @@ from pydantic import Field
 
 from fornax.llm.server.errors import ApiError
 from fornax.llm.server.protocol import Body, Reply, failures
-from fornax.llm.server.state import Server, ServerDep, StrictRoute
+from fornax.llm.server.state import Server, ServerDep
+from fornax.llm.server.web import StrictRoute
 
 __all__ = ["Done", "LoadAdapterBody", "Model", "Models", "UnloadAdapterBody", "adapters", "router"]
 

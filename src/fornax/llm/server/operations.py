@@ -1,18 +1,24 @@
 """For probes, operators and scrapers: health, readiness, version, load, metrics; and `/sleep`,
-`/wake_up`, `/is_sleeping`, `/reset_prefix_cache` for those who train and develop.
+`/wake_up`, `/is_sleeping`, `/reset_prefix_cache` for those who train and develop; `/start_profile`
+and `/stop_profile` for those who ask where time goes.
 """
 
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
 from fornax import __version__
+from fornax.config.errors import ProfileError
 from fornax.llm.server.errors import ApiError, json_response
 from fornax.llm.server.protocol import Reply, failures
-from fornax.llm.server.state import ServerDep
+from fornax.llm.server.state import Server, ServerDep
+from fornax.profile import OnDemand
 
-__all__ = ["development", "router"]
+__all__ = ["development", "profiles", "router"]
 
 
 router = APIRouter(tags=["Operation"])
@@ -125,3 +131,46 @@ async def reset_prefix_cache(server: ServerDep) -> Response:
     """Forget every cached prefix."""
     await server.engine.reset_prefix_cache()
     return Response()
+
+
+profiles = APIRouter(tags=["Operation"])
+
+
+class Profiling(Reply):
+    """A profile that runs, or ran."""
+
+    directory: str
+    """On the server's machine."""
+    running: bool
+
+
+@profiles.post("/start_profile", response_model=Profiling, responses=failures(400, body=False))
+async def start_profile(
+    server: ServerDep, seconds: Annotated[float | None, Query(gt=0)] = None
+) -> Profiling:
+    """Capture a profile of the engine and the server for some seconds, `profile_max_seconds` at
+    most and by default."""
+    longest = server.config.profile_max_seconds
+    if seconds is not None and seconds > longest:
+        raise ApiError(
+            400,
+            f"seconds={seconds:g} is more than {longest:g}, which is profile_max_seconds",
+            param="seconds",
+        )
+    folder = await _carry_out(server, lambda captures: captures.start(seconds or longest))
+    return Profiling(directory=str(folder), running=True)
+
+
+@profiles.post("/stop_profile", response_model=Profiling, responses=failures(400, body=False))
+async def stop_profile(server: ServerDep) -> Profiling:
+    """End the profile that runs; 400 where none was started since."""
+    folder = await _carry_out(server, lambda captures: captures.stop())
+    return Profiling(directory=str(folder), running=False)
+
+
+async def _carry_out(server: Server, action: Callable[[OnDemand], Path]) -> Path:
+    assert server.captures is not None, "the router is not included without a folder"
+    try:
+        return await asyncio.to_thread(action, server.captures)
+    except ProfileError as error:
+        raise ApiError(400, str(error), code="profile") from None

@@ -26,7 +26,7 @@ __all__ = ["ChatRenderer", "PromptEncoder", "sampling_params"]
 
 
 _LONG = 4096
-"""Characters from which a text is encoded in a thread, so that streams go on meanwhile."""
+"""Characters from which a text is encoded in a thread, so that streams continue meanwhile."""
 
 
 class Truncation(Protocol):
@@ -153,7 +153,7 @@ def sampling_params(
     """The parameters of a request. `structured` stands for the constraints of its body, and
     `special_tokens` keeps them in the text.
 
-    Raises `ApiError` or, from `SamplingParams`, `EngineError` for what cannot be honoured.
+    Raises `ApiError` or, from `SamplingParams`, `EngineError` for what is not supported.
     """
     values = {name: defaults[name] for name in _MODEL_DEFAULTS if defaults.get(name) is not None}
     values |= {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
@@ -220,8 +220,8 @@ class ChatRenderer:
         """`own` is the model's template; the config's goes before it.
 
         Raises:
-            ConfigError: the config's template is no file and no text.
-            EngineError: it is no Jinja, or a parser of the config is unknown.
+            ConfigError: the config's template is not a file and no text.
+            EngineError: it is not Jinja, or a parser of the config is unknown.
         """
         self._config = config
         self._special_tokens = special_tokens(tokenizer)
@@ -285,5 +285,5 @@ def _source(given: str) -> str:
         return given
     path = Path(given)
     if not path.is_file():
-        raise ConfigError(f"chat_template={given} is no file, and no template either")
+        raise ConfigError(f"chat_template={given} is not a file, and no template either")
     return path.read_text(encoding="utf-8")

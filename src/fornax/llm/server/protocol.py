@@ -64,12 +64,12 @@ BoundedDict = Annotated[dict[str, T], BeforeValidator(_few)]
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that OpenAI or vLLM know and Fornax does not honour."""
+    """A field that OpenAI or vLLM know and Fornax does not support."""
 
     reason: str
     """Why, and what to do instead."""
     neutral: tuple[object, ...] = ()
-    """Values that ask for nothing: these and null pass."""
+    """Values without effect: these and null pass."""
 
     def check(self, name: str, value: object) -> None:
         """400 naming the field when its value asks for something."""
@@ -90,7 +90,7 @@ class Body(BaseModel):
     )
 
     refused: ClassVar[Mapping[str, Refused]] = {}
-    """Known fields that get 400 unless their value asks for nothing."""
+    """Known fields that get 400 unless their value has no effect."""
 
     @model_validator(mode="before")
     @classmethod
@@ -162,11 +162,12 @@ class PositionLogprob(Reply):
 
 
 _MEANINGS = {
-    400: "The request is not one that can be honoured; `param` names the field.",
+    400: "The request is not one that is supported; `param` names the field.",
     401: "The API key is missing or wrong.",
     404: "There is no such model.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is not of the type that is taken.",
     429: "Too many requests; Retry-After says when to try again.",
     500: "The server failed.",
     503: "The engine is not ready, sleeps, stops or died.",
@@ -281,7 +282,7 @@ class GenerationBody(Body):
     """Written to the access log."""
 
     top_k: int | None = None
-    """Keeps so many tokens; 0 or -1 keeps all."""
+    """Keeps this many tokens; 0 or -1 keeps all."""
     min_p: float | None = None
     """Keeps tokens of at least this share of the greatest probability."""
     repetition_penalty: float | None = None
@@ -299,11 +300,11 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool = True
     """Whether spaces stand between special tokens in the text."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
-    """Keeps so many tokens of the prompt; -1 as many as the context has room for."""
+    """Keeps this many tokens of the prompt; -1 as many as the context has room for."""
     truncation_side: Literal["left", "right"] | None = None
     """Which end of a truncated prompt is cut off; left without it."""
     prompt_logprobs: Annotated[int, Field(ge=-1)] | None = None
-    """Log probabilities of the prompt's tokens, and of so many others at each place."""
+    """Log probabilities of the prompt's tokens, and of this many others at each place."""
     allowed_token_ids: FailFastList[TokenId] | None = None
     """The only tokens that may be made."""
     bad_words: FailFastList[str] | None = None

@@ -88,7 +88,7 @@ class ChunkEncoder:
     def choice(
         self, choice: JsonObject, counter: UsageCounter, extra: JsonObject | None = None
     ) -> bytes:
-        """One choice with everything it has; `extra` stands beside the choices."""
+        """One choice with everything it has; `extra` is beside the choices."""
         tail = self._tail
         fields = dict(extra or {})
         if self.usage == "every":
@@ -162,7 +162,7 @@ class ResponseBuilder(abc.ABC):
         return self._chunks.last(self._usage)
 
     def body(self) -> bytes:
-        """The answer that is no stream."""
+        """The answer that is not a stream."""
         self._log_usage()
         choices = [self._choices[index] for index in sorted(self._choices)]
         usage = self._usage.usage()
@@ -180,10 +180,10 @@ class ResponseBuilder(abc.ABC):
     def _whole_choice(
         self, index: int, output: RequestOutput, completion: CompletionOutput
     ) -> JsonObject:
-        """A choice of an answer that is no stream."""
+        """A choice of an answer that is not a stream."""
 
     def _extra(self) -> JsonObject:
-        """What stands beside the choices of an answer that is no stream."""
+        """What is beside the choices of an answer that is not a stream."""
         return {}
 
     def _due(self, completion: CompletionOutput, index: int) -> CompletionOutput | None:
@@ -213,7 +213,7 @@ class ResponseBuilder(abc.ABC):
 
 def routed_experts(completion: CompletionOutput) -> JsonObject:
     """The field with the experts of a choice that has ended, where the engine returns them: as vLLM
-    has it, base64 of the .npy file of an unsigned array [tokens - 1, layers, experts a token]."""
+    has it, base64 of the .npy file of an unsigned array [tokens - 1, layers, experts per token]."""
     found = completion.routed_experts
     if found is None:
         return {}

@@ -2,13 +2,11 @@
 
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Depends, Request, Response
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
+from fastapi import Depends, Request
 
 from fornax.llm.server.config import ServerConfig
 from fornax.llm.server.errors import ApiError
@@ -16,8 +14,9 @@ from fornax.llm.server.limits import ConcurrencyLimit
 from fornax.llm.server.metrics import Metrics
 from fornax.llm.server.middleware import RequestContext
 from fornax.llm.server.preprocessing import ChatRenderer, PromptEncoder
+from fornax.profile import OnDemand
 
-__all__ = ["ContextDep", "Server", "ServerDep", "StrictRoute"]
+__all__ = ["Server", "ServerDep"]
 
 
 if TYPE_CHECKING:
@@ -38,6 +37,8 @@ class Server:
     concurrency: ConcurrencyLimit
     defaults: Mapping[str, Any]
     """Fields of SamplingParams for requests that do not set them."""
+    captures: OnDemand | None = None
+    """Profiles on demand; None: there are none."""
     created: int = field(default_factory=lambda: int(time.time()))
     ids: Iterator[int] = field(default_factory=itertools.count)
     adapters_left: int = 0
@@ -50,9 +51,25 @@ class Server:
         """The model's names; the first is the one in answers."""
         return self.config.served_model_name or (self.model,)
 
-    def engine_id(self, answer_id: str) -> str:
-        """An id for the engine: clients may use theirs twice."""
-        return f"{answer_id}-{next(self.ids)}"
+    def error(self) -> BaseException | None:
+        """Why the engine died, if it did."""
+        return self.engine.error()
+
+    def row(self, seconds: float) -> Mapping[str, object]:
+        """What `server.jsonl` has of the seconds since the last call."""
+        return self.metrics.row(seconds)
+
+    def check_json(self, body: bytes) -> None:
+        """400 for a body of more values than the limits allow."""
+        self.config.request_limits.check_json(body, self.engine.max_model_len)
+
+    def engine_id(self, answer_id: str, context: RequestContext | None = None) -> str:
+        """An id for the engine: clients may use theirs twice. `context` is that of the HTTP request
+        that the generation is traced with."""
+        name = f"{answer_id}-{next(self.ids)}"
+        if context is not None and self.metrics.tracer is not None:
+            self.metrics.tracer.began(name, context)
+        return name
 
     def adapter(self, name: str | None) -> str | None:
         """The adapter that a request names; None for the model itself; else 404."""
@@ -104,36 +121,4 @@ async def _server(request: Request) -> Server:
     return request.app.state.server
 
 
-async def _context(request: Request) -> RequestContext:
-    return request.state.context
-
-
 ServerDep = Annotated[Server, Depends(_server)]
-ContextDep = Annotated[RequestContext, Depends(_context)]
-
-
-class _StrictRequest(Request):
-    """A request whose body is strict JSON: UTF-8, no lone surrogates, no NaN, not too deep."""
-
-    async def json(self) -> object:
-        """The body; 400 when it is not that, or has more values than the limits allow."""
-        server = self.app.state.server
-        body = await self.body()
-        server.config.request_limits.check_json(body, server.engine.max_model_len)
-        try:
-            return from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from None
-
-
-class StrictRoute(APIRoute):
-    """A route that reads strict JSON."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
-        """Hand the strict request to the route's own handler."""
-        handler = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            return await handler(_StrictRequest(request.scope, request.receive))
-
-        return strict

@@ -5,7 +5,8 @@ from fastapi import APIRouter
 from fornax.llm.server.chat_protocol import ChatPrompt
 from fornax.llm.server.errors import ApiError
 from fornax.llm.server.protocol import Body, FailFastList, Reply, TokenId, failures
-from fornax.llm.server.state import ServerDep, StrictRoute
+from fornax.llm.server.state import ServerDep
+from fornax.llm.server.web import StrictRoute
 
 __all__ = ["DetokenizeBody", "Detokenized", "TokenizeBody", "TokenizeChatBody", "Tokens", "router"]
 

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fornax.config.errors import EngineError
 from fornax.data import Tokenizer
+from fornax.gguf import is_gguf, tokenizer_file
 
 __all__ = ["ChatTemplate", "special_tokens"]
 
@@ -24,7 +25,8 @@ def read_templates(directory: Path) -> dict[str, str]:
     """Templates by name; empty when the directory has none.
 
     `chat_template.jinja` and `additional_chat_templates/*.jinja`, else the key `chat_template` of
-    `chat_template.json` or `tokenizer_config.json`: a text, or texts by name.
+    `chat_template.json` or `tokenizer_config.json`: a text, or texts by name. A GGUF file has the
+    last of them in it.
     """
     folder = directory / "additional_chat_templates"
     files = {file.stem: file for file in sorted(folder.glob("*.jinja"))}
@@ -72,10 +74,11 @@ def _text(file: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, object]:
-    if not file.is_file():
+    text = tokenizer_file(file.parent, file.name) if is_gguf(file.parent) else None
+    if text is None and not file.is_file():
         return {}
     try:
-        content = json.loads(_text(file))
+        content = json.loads(_text(file) if text is None else text)
     except ValueError as error:
         raise EngineError(f"{file} is not valid JSON ({error})") from error
     if not isinstance(content, dict):
@@ -151,7 +154,7 @@ def _tool_call(call: Any) -> object:
         arguments = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError) as error:
         raise EngineError(
-            f"tool_calls: arguments of {function.get('name')!r} are no JSON ({error})"
+            f"tool_calls: arguments of {function.get('name')!r} are not JSON ({error})"
         ) from error
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -184,7 +187,7 @@ def mark_final(messages: list[dict[str, Any]]) -> Final:
         text = content[-1]["text"]
         content[-1] = {**content[-1], "text": text + _MARK}
         return Final(text)
-    raise EngineError("continue_final_message: the final message has no content to go on with")
+    raise EngineError("continue_final_message: the final message has no content to continue with")
 
 
 _BEGIN, _END = "\ue000what the model wrote begins\ue000", "\ue000what the model wrote ends\ue000"
@@ -254,7 +257,7 @@ class ChatTemplate:
     `source` is Jinja text, or several texts by name: `tool_use` serves requests with tools, where
     there is one, and `default` the others. `special_tokens` are variables of the template.
 
-    Raises `EngineError` for a template that is no Jinja.
+    Raises `EngineError` for a template that is not Jinja.
     """
 
     def __init__(
@@ -267,7 +270,7 @@ class ChatTemplate:
 
     @classmethod
     def find(cls, directory: str | Path) -> "ChatTemplate | None":
-        """The template of a model's directory; None when it has none.
+        """The template of a model's directory or GGUF file; None when it has none.
 
         `chat_template.jinja` goes before `chat_template.json`, and that before
         `tokenizer_config.json`. Raises `EngineError` for files that cannot be read.
@@ -299,7 +302,7 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise EngineError(
-                "continue_final_message goes on with the last message and add_generation_prompt "
+                "continue_final_message continues with the last message and add_generation_prompt "
                 "begins a new one; set one of them to false"
             )
         given = self._given(messages, tools, variables)
@@ -376,7 +379,7 @@ def _compile(name: str, source: str) -> jinja2.Template:
         return _ENVIRONMENT.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise EngineError(
-            f"the chat template {name!r} is no Jinja: {error.message}, line {error.lineno}"
+            f"the chat template {name!r} is not Jinja: {error.message}, line {error.lineno}"
         ) from error
 
 

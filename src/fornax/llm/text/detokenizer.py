@@ -178,7 +178,7 @@ class _StreamReader:
         except Exception as error:  # the library raises bare Exception
             if "prefix" not in str(error):
                 raise
-            # Bytes that are no character changed the text before them: begin anew after them.
+            # Bytes that are not a character changed the text before them: start again after them.
             self._stream = DecodeStream(skip_special_tokens=self._skip)
             return self._stream.step(self._backend, token) or ""
 
@@ -186,7 +186,7 @@ class _StreamReader:
 class Detokenizer:
     """The text of one sequence.
 
-    `prompt` are the prompt's tokens: a SentencePiece-style tokenizer drops the space at the very
+    `prompt` are the prompt's tokens: a SentencePiece-style tokenizer drops the space at the
     start of a text, which is the output's start only when the prompt says nothing.
     `spaces_between_special_tokens=False` writes an added token that follows another one as it is
     spelled. Stop strings count from the token after the first `min_tokens`.

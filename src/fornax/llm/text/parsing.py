@@ -37,7 +37,7 @@ def _begun(text: str, marker: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that is no call."""
+    """Text that is not a call."""
 
     text: str
 

@@ -12,7 +12,7 @@ JsonObject = dict[str, Any]
 
 
 class _Pieces(dict[int, str | bytes]):
-    """Token id -> its text, or its bytes when these alone are not whole characters."""
+    """Token id -> its text, or its bytes when these alone are not a whole characters."""
 
     def __init__(self, table: "TokenTable", skip_special_tokens: bool):
         super().__init__()
@@ -56,7 +56,8 @@ class TokenTable:
         self._pieces = {skip: _Pieces(self, skip) for skip in (False, True)}
 
     def pieces(self, skip_special_tokens: bool) -> dict[int, str | bytes]:
-        """Token id -> its text, or its bytes where these are not whole characters by themselves."""
+        """Token id -> its text, or its bytes where these are not a whole characters by
+        themselves."""
         return self._pieces[skip_special_tokens]
 
     def token_bytes(self, token: int) -> bytes:
@@ -75,7 +76,7 @@ class TokenTable:
         return name.encode()
 
     def token_text(self, token: int) -> str:
-        """A token's text by itself; U+FFFD stands for bytes that are no whole character."""
+        """A token's text by itself; U+FFFD stands for bytes that are not a whole character."""
         piece = self._pieces[False][token]
         return piece if isinstance(piece, str) else piece.decode(errors="replace")
 

@@ -102,11 +102,11 @@ class JsonToolStyle:
     begin: str = ""
     """Marks the first call, or every call; empty when there is no marker."""
     end: str = ""
-    """Marks the end of calls; empty when they go on to the end of the text."""
+    """Marks the end of calls; empty when they continue to the end of the text."""
     bare: bool = False
     """Whether a text that begins with an object, or a list, begins with a call."""
     named: bool = False
-    """Whether the name may stand before the object, which is then the arguments."""
+    """Whether the name may come before the object, which is then the arguments."""
     separator: str = ""
     """What stands between such a name and its arguments, if anything."""
 

@@ -20,7 +20,8 @@ _MAY_BE_LIST = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
 class PythonToolParser:
     """Holds calls back until they are complete: a call can only be read whole.
 
-    With markers, calls stand between them, one a line; without, the whole text is a list of calls.
+    With markers, calls stand between them, one per line; without, the whole text is a list of
+    calls.
     """
 
     def __init__(self, begin: str = "", end: str = ""):

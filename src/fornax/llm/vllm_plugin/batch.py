@@ -53,7 +53,7 @@ _SAME = (
 """Fields that mean the same in both; the others are the business of vLLM's own processes."""
 
 _IN_FRONT = ("flat_logprobs",)
-"""Fields that Fornax's engine refuses and vLLM honours without its worker."""
+"""Fields that Fornax's engine refuses and vLLM supports without its worker."""
 
 
 def sampling_params(params: "vllm.SamplingParams | vllm.PoolingParams") -> SamplingParams:
@@ -80,10 +80,10 @@ class Request:
     pages: list[int]
     adapter: "LoRARequest | None"
     prompt_scores: "LogprobsTensors | None" = None
-    """Log probabilities of the prompt's tokens, as vLLM wants them, while they are collected."""
+    """Log probabilities of the prompt's tokens, as vLLM expects them, while they are collected."""
 
     def row_params(self, vocab_size: int) -> RowParams:
-        """What the device's sampler is told of it."""
+        """What the device's sampler receives of it."""
         return RowParams.make(
             self.params,
             seed=self.seed,

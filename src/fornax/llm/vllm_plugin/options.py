@@ -34,7 +34,7 @@ _OFF = {
 """Parts of vLLM's configuration that must be absent."""
 
 _MODEL_OFF = {
-    "quantization": "give weights in float32 or bfloat16",
+    "quantization_config": "make such files with `fornax quantize`",
     "hf_overrides": "change the model's config.json, which Fornax reads itself",
     "enable_prompt_embeds": "give tokens",
     "return_sampling_mask": "leave it out",
@@ -80,7 +80,7 @@ def check_config(config: "VllmConfig") -> None:
     """Refuse what would be without effect.
 
     Raises:
-      ValueError: an option that the worker cannot honour; it is named.
+      ValueError: an option that the worker does not support; it is named.
     """
     for name, remedy in _ALONE.items():
         size = getattr(config.parallel_config, name)
@@ -92,8 +92,19 @@ def check_config(config: "VllmConfig") -> None:
     model = config.model_config
     if model is not None:
         _refuse(model, _MODEL_OFF)
+        _check_quantization(model)
         _allow("runner", model.runner_type, "generate")
         _allow("logprobs_mode", model.logprobs_mode, "raw_logprobs")
+
+
+def _check_quantization(model: object) -> None:
+    """Weights are read as config.json says that they lie in the files, and not rounded."""
+    asked, stored = model.quantization, getattr(model.hf_config, "quantization_config", None)  # pyrefly: ignore[missing-attribute]
+    if asked is not None and stored is None:
+        raise ValueError(
+            f"quantization={asked} is not supported by Fornax's platform for weights that are not "
+            "quantized in their files; make such files with `fornax quantize`"
+        )
 
 
 def _refuse(config: object, names: Mapping[str, str]) -> None:

@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm.exceptions import VLLMValidationError  # pyrefly: ignore[missing-import]
 from vllm.platforms.interface import Platform, PlatformEnum  # pyrefly: ignore[missing-import]
-from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
-    STR_DTYPE_TO_TORCH_DTYPE,
-)
 
 from fornax.config.errors import EngineError
 from fornax.llm.vllm_plugin.batch import sampling_params
@@ -40,6 +37,11 @@ class FornaxPlatform(Platform):
     @property
     def supported_dtypes(self) -> list[object]:
         """First what 16-bit floats of the other kind are read as; float32 stays float32."""
+        # This module asks which the platform is while it is imported.
+        from vllm.utils.torch_utils import (  # pyrefly: ignore[missing-import]
+            STR_DTYPE_TO_TORCH_DTYPE,
+        )
+
         return [STR_DTYPE_TO_TORCH_DTYPE[name] for name in ("float32", "bfloat16")]
 
     @classmethod

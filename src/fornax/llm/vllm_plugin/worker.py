@@ -24,13 +24,14 @@ from fornax.config.errors import EngineError
 from fornax.llm.adapters import Adapters
 from fornax.llm.devices import attached_devices
 from fornax.llm.memory import fit_limits
-from fornax.llm.program_cache import ProgramCache, keep_compiled
+from fornax.llm.program_cache import ProgramCache
 from fornax.llm.runner import Runner, RunnerOutput
 from fornax.llm.sampling.sampler import Scored
 from fornax.llm.scheduler_output import SchedulerOutput
 from fornax.llm.vllm_plugin.batch import Batch, Request
 from fornax.llm.vllm_plugin.options import engine_config
 from fornax.llm.weights import load_weights
+from fornax.mesh.startup import use_compilation_cache
 from fornax.models import (
     DecoderConfig,
     cache_windows,
@@ -62,14 +63,14 @@ class FornaxWorker(WorkerBase):
 
     def init_device(self) -> None:
         """JAX finds its devices when it first needs them."""
-        keep_compiled()
+        use_compilation_cache(least_seconds=0)
         self._config = engine_config(self.vllm_config)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the weights as `fornax serve` does."""
         folder = Path(self.model_config.model)
         if load_dummy_weights or not folder.is_dir():
-            raise EngineError(f"{folder} is no folder; give the model's, weights included")
+            raise EngineError(f"{folder} is not a folder; give the model's, weights included")
         check_model(config_from_hf(read_config(folder)), "vLLM plugin")
         self._weights = load_weights(folder, self._config)
         model = _unwindowed(self._weights.config)
@@ -110,7 +111,9 @@ class FornaxWorker(WorkerBase):
         model = self._weights.config
         groups = len(cache_windows(model))
         self._limits = dataclasses.replace(
-            self._limits, num_pages=(kv_cache_config.num_blocks,) * groups
+            self._limits,
+            num_pages=(kv_cache_config.num_blocks,) * groups,
+            cache_heads=self._limits.cache_heads * groups,
         )
         self._programs = ProgramCache(self._config.compile_threads)
         self._runner = Runner(self._config, self._weights, self._limits, self._programs, apart=True)

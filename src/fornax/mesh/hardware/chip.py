@@ -1,7 +1,7 @@
 """What is known of one kind of accelerator, and how fast it multiplies."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["Chip"]
@@ -40,6 +40,8 @@ class Chip:
     """Chips a host."""
     node_chips: int = 0
     """GPUs that NVLink (or, on an L4, PCIe) joins; 0 for TPU."""
+    compute_capability: float | None = None
+    """Of a GPU: NVIDIA's number of what its instructions are."""
     clock: float | None = None
     """Hz, where it is known."""
     small_shapes: tuple[tuple[int, ...], ...] = ()
@@ -49,6 +51,9 @@ class Chip:
     ring: int = 0
     """A dimension that is a multiple of this has its two ends joined; in three dimensions all of
     them must be."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """What programs were measured to reach of these rates, by field of `fornax.hlo.Calibration`;
+    empty for the shares that are known of the kind of chip."""
     sources: Mapping[str, str]
     """Field to the public source of its value."""
 

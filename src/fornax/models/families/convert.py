@@ -8,6 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 from fornax.models.experts_config import TRAINING_ONLY
 from fornax.models.families.family import Family
+from fornax.models.families.quantized import QUANTIZATION_KEYS, read_quantization
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.table import FAMILIES, family_by_architecture, family_by_name
 from fornax.models.families.wrapper import unwrap_config
@@ -26,9 +27,10 @@ def config_from_hf(values: Mapping[str, object], *, mtp: bool = False) -> Decode
       mtp: whether it has the modules that predict further tokens; False leaves them out.
 
     Raises:
-      ConfigError: for an architecture, a key or a value that is not supported, by name; modules
-        are asked for and the file has none.
+      ConfigError: for an architecture, a format of quantized weights, a key or a value that is not
+        supported, by name; modules are asked for and the file has none.
     """
+    read_quantization(values)
     values = unwrap_config(values)
     family = family_by_architecture(values.get("architectures"))
     config = replace(_read(family, values), family=family.name)
@@ -44,7 +46,7 @@ def config_from_hf(values: Mapping[str, object], *, mtp: bool = False) -> Decode
 
 
 def num_modules(values: Mapping[str, object]) -> int:
-    """How many modules that predict further tokens a config.json speaks of; where files of its
+    """How many modules that predict further tokens a config.json describes; where files of its
     architecture do not say, as many as they can have.
 
     Raises:
@@ -65,13 +67,9 @@ def num_modules(values: Mapping[str, object]) -> int:
 
 
 def _read(family: Family, values: Mapping[str, object]) -> DecoderConfig:
-    if values.get("quantization_config") is not None:
-        raise ConfigError(
-            f"config.json: quantization_config={values['quantization_config']!r} says that the "
-            "weights are quantized, and Fornax reads float32, bfloat16 and float16; give a "
-            "checkpoint that was dequantized to bfloat16"
-        )
     reader = ConfigReader(values)
+    for key in QUANTIZATION_KEYS:  # of the weights, see `read_quantization`
+        reader.take(key, None)
     config = family.read(reader)
     reader.finish()
     return config

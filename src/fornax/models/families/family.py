@@ -160,7 +160,7 @@ def module_names(
     Args:
       names: of the layers.
       parts: of what a module has beside its layer, by attribute of `models.mtp.MTPModule`.
-      layer: what stands in the names of a module's layer in the place of `model.layers.{layer}`.
+      layer: what is in the names of a module's layer in place of `model.layers.{layer}`.
     """
     found: dict[str, TensorName] = {f"mtp/{path}": name for path, name in parts.items()}
     for path, given in names.items():

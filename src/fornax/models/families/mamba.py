@@ -45,7 +45,7 @@ def expansion(mamba: Mamba2Config, hidden_size: int) -> int:
     """How many times as wide the heads are together as the model.
 
     Raises:
-      ConfigError: when it is no whole number.
+      ConfigError: when it is not a whole number.
     """
     if mamba.value_width % hidden_size:
         raise ConfigError(
@@ -56,7 +56,7 @@ def expansion(mamba: Mamba2Config, hidden_size: int) -> int:
 
 
 def mamba_names(layer: str) -> dict[str, TensorName]:
-    """Names of the tensors of Mamba-2, which stand under `layer` in the file."""
+    """Names of the tensors of Mamba-2, which are under `layer` in the file."""
     start = "layers/mamba2"
     tensors = {
         "in_proj": ("gate", "x", "b", "c", "dt"),

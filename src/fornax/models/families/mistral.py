@@ -57,7 +57,7 @@ def _write_mistral(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_positions(rope: ConfigReader, limit: int) -> dict[str, Any]:
-    """`rope` and `query_scaling`, whose keys stand in one mapping."""
+    """`rope` and `query_scaling`, whose keys are in one mapping."""
     rope.take("max_position_embeddings", None)  # the model's again
     scaling = QueryScaling(
         beta=rope.take("llama_4_scaling_beta"),

@@ -14,14 +14,22 @@ from fornax.models.families.family import BASE_NAMES, PRE_NORM_NAMES, Family
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["QWEN2", "QWEN3", "read_windows", "write_windows"]
+__all__ = ["OF_IMAGES", "QWEN2", "QWEN3", "read_windows", "write_windows"]
+
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys of rope: which frequencies follow height and width. In text all positions are one."""
 
 
 def _read_shared(reader: ConfigReader) -> dict[str, Any]:
     fields = read_common(reader, tied=False)
     return {
         **fields,
-        "rope": read_rope(reader, fields["max_position_embeddings"]),
+        "rope": read_rope(
+            reader,
+            fields["max_position_embeddings"],
+            aliases={"mrope": "default"},
+            ignored=OF_IMAGES,
+        ),
         **read_windows(reader, fields["num_layers"]),
     }
 

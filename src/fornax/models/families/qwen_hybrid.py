@@ -25,13 +25,11 @@ from fornax.models.families.family import (
     module_names,
 )
 from fornax.models.families.mixtures import read_sparse, write_sparse
+from fornax.models.families.qwen import OF_IMAGES
 from fornax.models.families.reader import ConfigReader
 from fornax.models.families.rope_keys import read_rope, write_rope
 
 __all__ = ["QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT"]
-
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-"""Which frequencies follow height and width: in text all positions are one."""
 
 
 def _read_shared(
@@ -63,7 +61,7 @@ def _read_shared(
         "num_kv_heads": fields["num_kv_heads"] or kv_heads,
         "head_dim": fields["head_dim"] or 256,
         "gated_delta": delta if kinds else None,
-        "rope": read_rope(reader, limit, partial=True, fraction=0.25, ignored=_OF_IMAGES),
+        "rope": read_rope(reader, limit, partial=True, fraction=0.25, ignored=OF_IMAGES),
         "qkv_bias": bias,
         "attention_output_bias": bias,
         "attention_gate": True,

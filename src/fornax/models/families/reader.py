@@ -138,7 +138,7 @@ class ConfigReader:
           ConfigError: for a value that is not in the table.
         """
         value = self.take(key, default)
-        if value not in table:
+        if not isinstance(value, str) or value not in table:
             raise ConfigError(
                 f"{self.source}: {key}={value!r} is not supported; use one of {', '.join(table)}"
             )

@@ -87,7 +87,7 @@ def read_sigmoid_router(
     Args:
       reader: the file.
       groups: the family's default number of groups.
-      open_groups: of which a token may choose from so many.
+      open_groups: of which a token may choose from this many.
       scale: the family's default factor on the weights.
     """
     reader.expect("scoring_func", "sigmoid")

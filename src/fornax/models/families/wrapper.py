@@ -20,16 +20,20 @@ class Wrapper:
     decoder: str | Mapping[str, str]
     """The architecture of the decoder in it, or of each `model_type` that it can be; the first is
     that of a decoder that does not say."""
-    key: str
-    """The key of config.json with the decoder's keys."""
+    key: str | None
+    """The key of config.json with the decoder's keys; None where it has no others: the decoder
+    without its output projection, as text encoders have it."""
     defaults: Mapping[str, Any]
     """Keys of the decoder that released files leave out."""
     shared: tuple[str, ...]
-    """Keys that stand beside the decoder's own and hold for it too."""
+    """Keys that are beside the decoder's own and hold for it too."""
     names: Mapping[str, str]
     """Beginnings of the decoder's tensor names to what they are in the decoder alone."""
     left_out: tuple[str, ...]
     """Beginnings of the names of tensors that belong to other parts."""
+    unread: tuple[str, ...] = ()
+    """Keys beside the decoder's that are about other parts. An architecture that has some may have
+    all keys in one mapping."""
 
 
 _NAMES = {
@@ -118,13 +122,49 @@ def _qwen(architecture: str, decoder: str) -> Wrapper:
     )
 
 
+_QWEN2_5_VL = Wrapper(
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    decoder="Qwen2ForCausalLM",
+    key="text_config",
+    defaults={},
+    shared=("tie_word_embeddings",),
+    names={"model.language_model.": "model.", "language_model.": "model."},
+    left_out=("visual.", "model.visual."),
+    unread=(
+        "image_token_id",
+        "text_config",
+        "video_token_id",
+        "vision_config",
+        "vision_end_token_id",
+        "vision_start_token_id",
+        "vision_token_id",
+    ),
+)
+
+
+def _without_head(name: str) -> Wrapper:
+    """The stack of layers alone, whose states are taken. It has no projection to the vocabulary,
+    for which the table of embeddings stands."""
+    return Wrapper(
+        architecture=f"{name}Model",
+        decoder=f"{name}ForCausalLM",
+        key=None,
+        defaults={},
+        shared=(),
+        names={"model.": "model.", "": "model."},
+        left_out=("lm_head.",),
+    )
+
+
 WRAPPERS: tuple[Wrapper, ...] = (
     _GEMMA3,
     _MISTRAL3,
     _LLAMA4,
     _GEMMA4,
+    _QWEN2_5_VL,
     _qwen("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
     _qwen("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    *map(_without_head, ("Llama", "Gemma2", "Qwen2", "Qwen3")),
 )
 
 
@@ -143,7 +183,12 @@ def unwrap_config(values: Mapping[str, object]) -> Mapping[str, object]:
     wrapper = _wrapper_of(values)
     if wrapper is None:
         return values
+    if wrapper.key is None:
+        assert isinstance(wrapper.decoder, str)
+        return {**values, "architectures": [wrapper.decoder], "tie_word_embeddings": True}
     inner = values.get(wrapper.key)
+    if inner is None and wrapper.unread:
+        inner = {key: value for key, value in values.items() if key != "model_type"}
     if not isinstance(inner, Mapping):
         raise ConfigError(
             f"config.json: {wrapper.key}={inner!r} must be a mapping with the keys of the decoder "
@@ -151,6 +196,7 @@ def unwrap_config(values: Mapping[str, object]) -> Mapping[str, object]:
         )
     around = {key: values[key] for key in wrapper.shared if key in values}
     architecture = _decoder_of(wrapper, inner.get("model_type"))
+    inner = {key: value for key, value in inner.items() if key not in wrapper.unread}
     return {**wrapper.defaults, **inner, **around, "architectures": [architecture]}
 
 

@@ -1,7 +1,7 @@
 """What devices exchange in a step, as XLA's partitioner makes it of our sharding rules.
 
 A weight that `fsdp` divides is gathered before each use, in the compute dtype, and its gradient is
-reduced to where the parameter lies. Axes that divide the batch or its length but not the weight
+reduced to where the parameter is. Axes that divide the batch or its length but not the weight
 reduce the gradient too. Where `tensor` divides heads and widths, each branch's sum is reduced over
 it, forward and backward. Where `context` divides the length, keys and values are gathered or passed
 round, or by kernels that need all of it, the length is exchanged for heads. Where `expert` divides
@@ -196,6 +196,7 @@ def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Itera
     # The loss adds its gradient up in float32 before it is reduced; each module has a loss.
     wide = place in ("tied embedding", "output projection")
     sums = runs * (1 + local.model.num_mtp_modules) if wide else runs
+    codes = place == "layer" and local.config.quant.scheme is not None  # of a byte
     if gathered and place != "embedding":
         twice = place in ("layer", "expert", "layer inputs")
         for when in ("forward", "backward") if twice else ("forward",):
@@ -203,7 +204,7 @@ def _of_weight(local: LocalStep, how: _Gathered, whole: int, mine: int) -> Itera
                 name=f"gather {place} weights ({when})",
                 kind="all-gather",
                 axes=gathered,
-                bytes=whole * item,
+                bytes=whole * (1 if codes else item),
                 count=runs,
                 blocking=place == "expert",  # compilers start it where the products need it
             )
@@ -512,9 +513,10 @@ def _pipeline(local: LocalStep, state: tuple[StateArray, ...]) -> Iterable[Excha
 
 
 def _microbatches(staged: Section) -> Iterable[Exchange]:
-    """At each tick a slot turns, the last stage's output goes home, all others go on; so does what
-    belongs to the rows: positions, documents, rotations. Gradients of rows go back. Where slices
-    divide layers, the way home crosses between them only if it leads to another one."""
+    """At each tick a slot turns, the last stage's output goes home, all others move to the next
+    stage; so does what belongs to the rows: positions, documents, rotations. Gradients of rows go
+    back. Where slices divide layers, the way home crosses between them only if it leads to
+    another one."""
     local = staged.local
     model, accumulate = local.model, local.config.accumulate
     stages = local.stages

@@ -1,7 +1,7 @@
 """Peak bytes of one device by owner: the state exactly, the rest from what is alive at once.
 
 Three moments can be the peak: the loss, where the output projection's gradient and a chunk's logits
-stand beside everything the forward pass kept; the backward pass of a layer, with the gradients of
+are beside everything the forward pass kept; the backward pass of a layer, with the gradients of
 all layers already allocated; and the update.
 """
 
@@ -17,13 +17,14 @@ from fornax.kernels import ACTIVATIONS
 from fornax.models.config import LayerKind
 from fornax.plan.closed_form.attention import attention_work, head_widths
 from fornax.plan.closed_form.layer import layer_graph
+from fornax.plan.closed_form.rounding import rounded_bytes
 from fornax.plan.closed_form.shards import LocalStep, kinds_of, sections
 from fornax.plan.closed_form.state import StateArray, dealt_elements
 from fornax.plan.closed_form.work import CHUNK, layer_replay, layer_replays
 from fornax.plan.facts import Buffer, Memory, MemoryPart
 
 _BATCH_ARRAYS = 5
-"""tokens, targets, segment_ids, positions, loss_weights: four bytes a token each."""
+"""tokens, targets, segment_ids, positions, loss_weights: four bytes per token each."""
 _LANES = 128
 _LARGEST = 12
 _GAPS = 0.015
@@ -242,6 +243,7 @@ def _loss(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
             "logits of a chunk": 4.0 * chunk * local.shares.vocab,
             "residual stream and its gradient": 3.0 * stream,
             "weights in the compute dtype": _cast(local, state),
+            "rounded weights": rounded_bytes(local, state),
             "rotations": _rotations(local),
         },
     )
@@ -265,6 +267,7 @@ def _backward(local: LocalStep, state: tuple[StateArray, ...]) -> _Moment:
             ),
             **_pipelined(local, layers),
             "weights in the compute dtype": _cast(local, state),
+            "rounded weights": rounded_bytes(local, state),
             "rotations": _rotations(local),
         },
     )
@@ -328,7 +331,7 @@ def _layer_of(local: LocalStep, array: StateArray) -> int:
 
 
 def _working_set(local: LocalStep) -> float:
-    """Bytes a token of a layer's own values while it goes backward.
+    """Bytes per token of a layer's own values while it goes backward.
 
     The largest of three: the MLP's, with gate, up, their product, four of the stream's width and
     what was computed again for attention's turn; attention's kernel, with what it takes, gives and
@@ -361,8 +364,9 @@ def _working_set_of(local: LocalStep, kind: LayerKind) -> float:
 
 
 def _linear_set(local: LocalStep, kind: LayerKind) -> float:
-    """Bytes a token of what a linear layer computes in float32 for its backward pass, all at once:
-    gradients take the places of values that are done with, and no layout pads chunks (seen)."""
+    """Bytes per token of what a linear layer computes in float32 for its backward pass, all at
+    once: gradients take the places of values that are done with, and no layout pads chunks
+        (seen)."""
     graph, _ = layer_graph(local.model, local.shares, kind)
     return 4.0 * sum(node.wide for node in graph.values())
 

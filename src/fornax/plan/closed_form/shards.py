@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from fornax.config.errors import ConfigError
 from fornax.kernels._delta_rule import CHUNK
-from fornax.mesh import MESH_AXES, Rules, balances, stage_axes
+from fornax.mesh import MESH_AXES, Rules, balances, safe_rules, stage_axes
 from fornax.models import DecoderConfig, check_model, layers_outside
 from fornax.models.config import LayerKind
 from fornax.plan.topology import Topology
@@ -77,7 +77,7 @@ def routed(
     own = length // math.prod(sizes[axis] for axis in rules["length"])
 
     def most(count: int) -> float:
-        """Rows of so many experts, for each token of one device."""
+        """Rows of this many experts, for each token of one device."""
         return min(k, count) if capacity is None else min(k, count, count * capacity / own)
 
     room = gathered * most(experts.num_experts // P)
@@ -285,7 +285,7 @@ def local_step(config: TrainConfig, topology: Topology, expert_load: float = EVE
             "how many times the mean the busiest device has"
         )
     sizes = config.mesh.resolved_sizes(topology.num_devices)
-    rules = config.mesh.resolved_rules()
+    rules = safe_rules(sizes, config.mesh.resolved_rules())
     if math.prod(sizes[axis] for axis in rules["length"]) > 1:
         check_model(model, "context axis")
     if math.prod(sizes[axis] for axis in stage_axes(rules)) > 1:
@@ -372,12 +372,12 @@ def linear_shares(model: DecoderConfig, parts: int, length: int) -> LinearShares
 
 
 def _check_microbatches(config: TrainConfig, sizes: Mapping[str, int], rows: int) -> None:
-    """Refuse rows of a device that are no microbatches of a pipeline, as the trainer does.
+    """Refuse rows of a device that are not microbatches of a pipeline, as the trainer does.
 
     Raises:
       ConfigError: with the multiple that would do.
     """
-    rules = config.mesh.resolved_rules()
+    rules = safe_rules(sizes, config.mesh.resolved_rules())
     along = stage_axes(rules)
     stages, slices = (math.prod(sizes[axis] for axis in axes) for axes in (along, along[:-1]))
     if stages == 1:

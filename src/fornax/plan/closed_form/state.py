@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from fornax import optim
-from fornax.mesh import DtypePolicy, path_name, tree_shardings
+from fornax.mesh import DtypePolicy, Rules, path_name, tree_shardings
 from fornax.models import DecoderConfig, abstract_decoder
 from fornax.optim import OptimConfig
 from fornax.optim.shardings import state_shardings
@@ -116,17 +116,40 @@ def _state(
     rules: tuple[tuple[str, tuple[str, ...]], ...],
     tpu: bool,
 ) -> tuple[StateArray, ...]:
-    shapes, mesh = _shapes(*what), abstract_mesh(sizes)
+    shapes = _shapes(*what)
+    return divided_arrays(shapes.params, shapes.built, shapes.optimizer, sizes, dict(rules), tpu)
+
+
+def divided_arrays(
+    params: nnx.State,
+    built: optim.Built,
+    optimizer: object,
+    sizes: tuple[int, ...],
+    rules: Rules,
+    tpu: bool,
+) -> tuple[StateArray, ...]:
+    """Parameters and optimizer state of one device, of any model.
+
+    Args:
+      params: the trained `nnx.Param`s, abstract, with the logical axes of their dimensions.
+      built: the optimizer.
+      optimizer: its state, abstract.
+      sizes: of the mesh's axes, in order.
+      rules: logical axes to mesh axes.
+      tpu: whether arrays are padded as TPUs lay them out.
+
+    Raises:
+      ShardingError: for a parameter that does not divide; the message names it.
+    """
+    mesh = abstract_mesh(sizes)
     where = flatten(
-        nnx.to_pure_dict(
-            cast("nnx.State", tree_shardings(shapes.params, cast("Mesh", mesh), dict(rules)))
-        )
+        nnx.to_pure_dict(cast("nnx.State", tree_shardings(params, cast("Mesh", mesh), dict(rules))))
     )
-    params = flatten(nnx.to_pure_dict(shapes.params))
-    beside = state_shardings(shapes.optimizer, shapes.built.views, where)
-    found = [_one("parameters", path, leaf, where[path], tpu) for path, leaf in params.items()]
-    leaves = jax.tree_util.tree_flatten_with_path(shapes.optimizer)[0]
-    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(beside), strict=True):
+    leaves = flatten(nnx.to_pure_dict(params))
+    beside = state_shardings(optimizer, built.views, where)
+    found = [_one("parameters", path, leaf, where[path], tpu) for path, leaf in leaves.items()]
+    states = jax.tree_util.tree_flatten_with_path(optimizer)[0]
+    for (path, leaf), sharding in zip(states, jax.tree.leaves(beside), strict=True):
         found.append(_one("optimizer", path_name(path), leaf, sharding, tpu))
     return tuple(found)
 

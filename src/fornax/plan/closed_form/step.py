@@ -51,6 +51,11 @@ def _notes(local: LocalStep, expert_load: float) -> Iterator[str]:
     padding = padding_text(config.batch_size, shards, config.accumulate)
     if padding:
         yield padding
+    if config.quant.exclude:
+        yield (
+            f"quant.exclude is not looked at: all products of the layers count in "
+            f"{config.quant.scheme}"
+        )
     chosen = {attention_choice(local, kind).implementation for kind in attending(local.model)}
     if chosen & {"blockwise", "xla"}:
         yield (

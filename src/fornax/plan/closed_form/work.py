@@ -22,6 +22,7 @@ from fornax.plan.closed_form.layer import (
     policy_of,
     replay,
 )
+from fornax.plan.closed_form.rounding import rounding_work
 from fornax.plan.closed_form.shards import LocalStep, Section, sections
 from fornax.plan.closed_form.state import StateArray
 from fornax.plan.facts import Work
@@ -97,9 +98,39 @@ def _product(local: LocalStep, node: Node, repeated: bool, runs: int) -> Iterabl
     M, K, N = math.ceil(local.tokens * node.rows / groups), node.contract, int(node.columns)
     item = local.compute_bytes
     runs *= groups
+    if kind != "experts" and local.config.quant.scheme is not None:
+        yield from _product_of_codes(local, kind, (M, K, N), forward, runs)
+        return
     yield _matmul(kind, (M, K, N), item, item, runs * forward)
     yield _matmul(kind, (M, N, K), item, item, runs)  # the input's gradient
     yield _matmul(kind, (K, M, N), item, item, runs)  # the weights' gradient
+
+
+_CODES = {"int8": "int8", "fp8": "float8"}
+"""Dtype of products by `quant.scheme`."""
+
+
+def _product_of_codes(
+    local: LocalStep, kind: str, sides: tuple[int, int, int], forward: int, runs: int
+) -> Iterable[Work]:
+    """The three products of codes, and what is read and written to make the codes.
+
+    An operand is read twice, for its largest magnitudes and for its codes. Weights are rounded
+    where they lie; the gradient is rounded for each of the two products.
+    """
+    M, K, N = sides
+    scheme, item = local.config.quant.scheme, local.compute_bytes
+    assert scheme is not None
+    for own, times in (((M, K, N), forward), ((M, N, K), 1), ((K, M, N), 1)):
+        product = _matmul(kind, own, 1, item, runs * times)
+        yield dataclasses.replace(product, dtype=_CODES[scheme])
+    parts = math.prod(
+        local.mesh[axis] for axis in local.axes("embed") if axis in local.rules["batch"]
+    )
+    rows, weight = M * K * (2 * item + 1), K * N * (2 * local.param_bytes + 1) / parts
+    gradient = 2 * M * N * (2 * item + 1)
+    yield Work(kind="rounding", bytes=float(rows + weight), count=runs * forward)
+    yield Work(kind="rounding", bytes=float(gradient), count=runs)
 
 
 def _batched(
@@ -234,8 +265,13 @@ _FLOPS_A_NUMBER = 12.0
 """Operations of an elementwise update for each parameter, with clipping and decay."""
 
 
-def update_work(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Work, ...]:
-    """The update and everything else a step does with whole gradients."""
+def elementwise_update(state: tuple[StateArray, ...], accumulate: int) -> list[Work]:
+    """The update of any model by an optimizer that works on each number, with its clipping.
+
+    Args:
+      state: of a device.
+      accumulate: micro-batches of a step.
+    """
     params = [array for array in state if array.owner == "parameters"]
     held = sum(array.bytes for array in params)
     kept = sum(array.bytes for array in state if array.owner == "optimizer")
@@ -250,9 +286,17 @@ def update_work(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Work, 
         ),
         Work(kind="optimizer", flops=2.0 * count, bytes=float(gradients)),  # the global norm
     ]
-    if local.config.accumulate > 1:
-        work.append(Work(kind="optimizer", bytes=3.0 * gradients, count=local.config.accumulate))
+    if accumulate > 1:
+        work.append(Work(kind="optimizer", bytes=3.0 * gradients, count=accumulate))
+    return work
+
+
+def update_work(local: LocalStep, state: tuple[StateArray, ...]) -> tuple[Work, ...]:
+    """The update and everything else a step does with whole gradients."""
+    params = [array for array in state if array.owner == "parameters"]
+    work = elementwise_update(state, local.config.accumulate)
     work.extend(_matrices(local, params))
+    work.extend(rounding_work(local, params))
     return tuple(work)
 
 

@@ -29,7 +29,7 @@ from fornax.plan.topology import Topology
 _LIMIT_BYTES = 512 * 2**20
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax")
 _ELSEWHERE = ("cli", "quickstart", "plan", "preflight", "hlo")
-"""Rooms whose source does not change a program."""
+"""Packages whose source does not change a program."""
 
 
 def versions() -> dict[str, str]:
@@ -140,7 +140,8 @@ def _forget_oldest(newest: Path) -> None:
 
 @functools.cache
 def _source(builder: str) -> str:
-    """A hash of the source that makes a program: Fornax's rooms below, and the builder's module."""
+    """A hash of the source that makes a program: Fornax's packages below, and the builder's
+    module."""
     root = Path(fornax.__file__).parent
     files = [
         path

@@ -1,8 +1,9 @@
 """Whose the memory of a compiled program is: its arguments' owners, and what its buffers are for.
 
-The compiler knows no gradients and no activations. A buffer made by the forward pass and alive at
-the peak is an activation that was kept; one that the backward pass makes with as many elements as a
-chip holds of a parameter is a gradient; the rest are temporaries, the gaps of the arena included.
+The compiler does not distinguish gradients and activations. A buffer made by the forward pass and
+alive at the peak is an activation that was kept; one that the backward pass makes with as many
+elements as a chip holds of a parameter is a gradient; the rest are temporaries, the gaps of the
+arena included.
 """
 
 import math
@@ -24,7 +25,7 @@ _ARGUMENTS = (
     ("cache", re.compile(r"\bcache\b")),
 )
 _LOSS = re.compile(r"cross_entropy|next_token_loss")
-"""The loss turns its logits into gradients at once: they are kept for nothing."""
+"""The loss turns its logits into gradients at once: they are not kept."""
 _LARGEST = 12
 
 

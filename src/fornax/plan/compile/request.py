@@ -31,7 +31,7 @@ class Request:
     builder: str
     """`module:function`, importable in the child."""
     arguments: Mapping[str, Any]
-    """What the builder is told, JSON-able."""
+    """What the builder receives, as JSON types."""
     programs: tuple[str, ...]
     """Which of the builder's programs."""
     options: Mapping[str, object] = field(default_factory=dict)

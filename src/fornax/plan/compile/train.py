@@ -9,6 +9,7 @@ from fornax.plan.artifact import ArrayFact, Artifact, Owner
 from fornax.plan.compile.parent import compile_programs
 from fornax.plan.compile.request import Job, Lowering, Request, array_facts
 from fornax.plan.topology import Topology
+from fornax.quant import QuantConfig
 from fornax.train import Ledger, TrainConfig, pretrain_task, with_model
 from fornax.train.hosts import data_shards, padding_text
 from fornax.train.session import Programs, prepare
@@ -16,7 +17,7 @@ from fornax.train.tasks.pretrain import row_shapes
 
 _BUILDER = "fornax.plan.compile.train:build"
 _IRRELEVANT = (
-    *("checkpoint", "eval", "init_from", "log", "processes", "profile_steps"),
+    *("checkpoint", "eval", "init_from", "log", "processes", "profile"),
     *("save_every", "seed"),
 )
 """Parts of a run's config that do not change its programs."""
@@ -67,6 +68,10 @@ def _relevant(config: TrainConfig) -> dict[str, object]:
     """The config without what does not change its programs."""
     mapping = to_mapping(config)
     mapping["data"] = {"virtual_shards": config.data.virtual_shards}
+    if config.quant == QuantConfig():
+        del mapping["quant"]
+    else:
+        mapping["quant"] = {**mapping["quant"], "allow_slow": False}
     return {name: value for name, value in mapping.items() if name not in _IRRELEVANT}
 
 
@@ -87,13 +92,14 @@ def build(job: Job) -> Mapping[str, Callable[[], Lowering]]:
         return Lowering(
             lowered=trace(batch),
             mesh=programs.parts.mesh,
-            arguments=_arguments(programs, batch),
+            arguments=program_arguments(programs, batch),
             notes=(padding,) if padding else (),
         )
 
     return {name: lambda trace=trace: lowering(trace) for name, trace in lower.items()}
 
 
-def _arguments(programs: Programs, batch: object) -> tuple[ArrayFact, ...]:
+def program_arguments(programs: Programs, batch: object) -> tuple[ArrayFact, ...]:
+    """Facts of the arguments of a step: the state, then the batch."""
     state = array_facts(programs.abstract, lambda name: _OWNERS.get(name.split("/")[0], "other"))
     return (*state, *array_facts({"batch": batch}, lambda _: "batch"))

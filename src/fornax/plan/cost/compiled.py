@@ -4,8 +4,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+from flax import nnx
 
 from fornax.hlo import ProgramFacts, analyse, parse
+from fornax.mesh import Rules, path_name
 from fornax.models import DecoderConfig, abstract_decoder
 from fornax.plan.artifact import Artifact
 from fornax.plan.closed_form import EVEN, expert_text, routed
@@ -27,6 +32,9 @@ from fornax.plan.format import format_bytes, short_operation
 from fornax.plan.topology import Topology
 from fornax.train import Hosts, TrainConfig
 from fornax.train.hosts import data_shards
+
+if TYPE_CHECKING:
+    from fornax.diffusion.config import DiffusionConfig
 
 _STATE = ("parameters", "optimizer", "batch")
 _LARGEST = 12
@@ -59,10 +67,25 @@ def compiled_programs(
     return [*(_report(config, topology, one, expert_load) for one in artifacts), *refused]
 
 
+def compiled_denoiser(config: "DiffusionConfig", topology: Topology) -> ProgramReport:
+    """The training step of a denoiser as the compiler made it.
+
+    Raises:
+      OutOfMemoryError: it does not fit.
+      MissingCompilerError, CompileError, ShardingError, ConfigError: see `compiled_programs`.
+    """
+    from fornax.plan.compile.diffusion import compile_diffusion
+    from fornax.plan.denoiser import planned_task
+
+    artifact = compile_diffusion(config, topology)
+    network = nnx.eval_shape(lambda: planned_task(config).build(nnx.Rngs(0)))
+    return _program(artifact, topology, config.mesh.resolved_rules(), _axes(network))
+
+
 def _report(
     config: TrainConfig, topology: Topology, artifact: Artifact, expert_load: float
 ) -> ProgramReport:
-    """One compiled program, its figures per chip."""
+    """One compiled program of a decoder."""
     assert config.model is not None
     model = config.model
     if model.experts is not None and artifact.program != "train_step":  # the others drop no token
@@ -70,11 +93,41 @@ def _report(
         model = dataclasses.replace(model, experts=experts)
     rules = config.mesh.resolved_rules()
     rows = routed(model, artifact.mesh, rules, expert_load, config.seq_len)
-    share = rows.busiest / rows.room if rows.room else 1.0
+    return _program(
+        artifact,
+        topology,
+        rules,
+        logical_axes(config.model),
+        share=rows.busiest / rows.room if rows.room else 1.0,
+        residual=_residual(config, artifact),
+        notes=(expert_text(rows, expert_load),) if rows.devices > 1 else (),
+    )
+
+
+def _program(
+    artifact: Artifact,
+    topology: Topology,
+    rules: Rules,
+    logical: LogicalAxes,
+    *,
+    share: float = 1.0,
+    residual: int = 0,
+    notes: tuple[str, ...] = (),
+) -> ProgramReport:
+    """One compiled program, its figures per chip.
+
+    Args:
+      artifact: the program.
+      topology: the chips.
+      rules: of its mesh.
+      logical: of its parameters.
+      share: of the rows of grouped products, those that are full.
+      residual: elements of the residual stream on a device; 0 where that is not known.
+      notes: to add.
+    """
     facts = analyse(parse(artifact.hlo), dict(artifact.mesh), grouped_rows=share)
     time = predict(facts.schedule, artifact.devices, topology)
-    devices, logical = topology.chip.devices, logical_axes(config.model)
-    said = [expert_text(rows, expert_load)] if rows.devices > 1 else []
+    devices = topology.chip.devices
     return ProgramReport(
         name=artifact.program,
         memory=Memory(
@@ -95,7 +148,7 @@ def _report(
         collectives=time.collectives,
         findings=(
             *whole_arrays(artifact, logical, rules),
-            *unasked(time.collectives, rules, time.step_seconds, _residual(config, artifact)),
+            *unasked(time.collectives, rules, time.step_seconds, residual),
         ),
         compilation=Compilation(
             lower_seconds=artifact.lower_seconds,
@@ -105,7 +158,7 @@ def _report(
             cached=artifact.cached,
             versions={name: version for name, version in artifact.versions.items() if version},
         ),
-        notes=tuple(dict.fromkeys((*artifact.notes, *facts.notes, *time.notes, *said))),
+        notes=tuple(dict.fromkeys((*artifact.notes, *facts.notes, *time.notes, *notes))),
     )
 
 
@@ -136,14 +189,12 @@ def _residual(config: TrainConfig, artifact: Artifact) -> int:
 @functools.cache
 def logical_axes(model: DecoderConfig) -> LogicalAxes:
     """Each parameter's path to the logical axes of its dimensions."""
-    import jax
-    from flax import nnx
+    return _axes(abstract_decoder(model))
 
-    from fornax.mesh import path_name
 
-    state = nnx.state(abstract_decoder(model), nnx.Param)
+def _axes(model: nnx.Module) -> LogicalAxes:
     leaves = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
     )[0]
     return {path_name(path): leaf.get_metadata()["axes"] for path, leaf in leaves}
 

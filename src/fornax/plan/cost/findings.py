@@ -1,5 +1,5 @@
 """What a program holds or exchanges that its sharding rules did not ask for, and which rule would
-mend it."""
+fix it."""
 
 import math
 import re
@@ -142,7 +142,7 @@ def _asked(one: CollectiveTime, rules: Rules, residual: int) -> bool:
         case _:
             if one.bytes in (2 * residual, 4 * residual):
                 return axes <= {"context", *rules["mlp"], *rules["heads"], *rules["vocab"]}
-            return axes <= {"context", *rules["embed"], *rules["activation_embed"]}
+            return axes <= {"context", *rules["embed"]}
 
 
 def _rule_at(one: CollectiveTime) -> str | None:

@@ -184,7 +184,7 @@ class _DescribedDevice:
 
 
 def place(topology: Topology, mesh: MeshConfig) -> tuple[DeviceFact, ...]:
-    """Where each device of `mesh.devices.flat` would stand on a topology.
+    """Where each device of `mesh.devices.flat` would be on a topology.
 
     Raises:
       ShardingError: when the mesh does not fit the topology.

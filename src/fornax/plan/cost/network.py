@@ -66,7 +66,7 @@ class GroupLayout:
     shared: float = 1.0
     """Groups that a chip has members in: they share its links to the outside and to the host."""
     switch: bool = False
-    """Whether the chips hang on switches (GPUs) rather than in a torus."""
+    """Whether the chips are connected to switches (GPUs) rather than in a torus."""
 
     @property
     def chips(self) -> int:
@@ -87,11 +87,11 @@ class Network:
     """What the links of one chip carry, as far as programs reach it."""
 
     link: float
-    """Bytes a second, one way, of one link of the torus, or of a GPU into its switch."""
+    """Bytes per second, one way, of one link of the torus, or of a GPU into its switch."""
     outside: float
-    """Bytes a second, one way, of a chip's share of the network between slices or servers."""
+    """Bytes per second, one way, of a chip's share of the network between slices or servers."""
     host: float
-    """Bytes a second, one way, between a chip and its host's memory."""
+    """Bytes per second, one way, between a chip and its host's memory."""
     hop_seconds: float = 1e-6
     """Least time of one step between neighbours."""
     outside_seconds: float = 2e-5
@@ -222,7 +222,7 @@ def _inside_name(layout: GroupLayout) -> str:
 
 
 def _rate(layout: GroupLayout, network: Network) -> float:
-    """Bytes a second into the worst-placed chip of a group from its own slice."""
+    """Bytes per second into the worst-placed chip of a group from its own slice."""
     if layout.switch:
         return network.link
     return network.link * sum(axis.links for axis in layout.axes)
@@ -234,7 +234,7 @@ def _latency(layout: GroupLayout, network: Network) -> float:
 
 
 def _queues(layout: GroupLayout) -> tuple[str, ...]:
-    """The queues that a collective of this layout stands in."""
+    """The queues that a collective of this layout uses."""
     names = [
         f"ici:{axis.dimension}{way}"
         for axis in layout.axes

@@ -3,7 +3,7 @@
 The schedule is walked in program order with one queue of computation and one for each link.
 Operations take their roofline time, collectives that of the network. A transfer that is started and
 later waited for runs while the computation between them does; the wait costs what is left of it.
-Transfers that share a link stand in line. A loop's first turns are walked one by one, so that what
+Transfers that share a link are queued. A loop's first turns are walked one by one, so that what
 one leaves on the links delays the next; the rest repeat the last.
 """
 
@@ -55,7 +55,7 @@ class ItemTime:
 
     seconds: float
     links: tuple[str, ...] = ()
-    """Queues that a transfer stands in; with none it occupies nothing."""
+    """Queues that a transfer occupies, if any."""
     bound: Literal["compute", "memory"] = "compute"
     """Of an operation."""
     link: str = ""
@@ -266,7 +266,7 @@ def bounds(schedule: Sequence[Item], timing: Timing) -> tuple[float, float]:
 def _flat(
     schedule: Sequence[Item], weight: float = 1.0
 ) -> Iterator[tuple[Run | Start | Done, float]]:
-    """Every item that is no loop, with the times it runs."""
+    """Every item that is not a loop, with the times it runs."""
     for item in schedule:
         if isinstance(item, Loop):
             yield from _flat(item.body, weight * _turns(item))

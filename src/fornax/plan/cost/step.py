@@ -72,7 +72,7 @@ def _assumptions(topology: Topology) -> str:
     return (
         f"predicted without compiling: matrix products at {rates.matmul_estimated:.0%} of the "
         f"peak, attention at {rates.attention:.0%}, memory at {rates.memory:.0%} of its "
-        f"bandwidth; exchanges run beside computation, {HIDDEN_OF_BLOCKING:.0%} of those whose "
+        f"bandwidth; exchanges overlap with computation, {HIDDEN_OF_BLOCKING:.0%} of those whose "
         "result the next operation waits for"
     )
 

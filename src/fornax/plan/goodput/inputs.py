@@ -31,7 +31,8 @@ class Tier:
 
     name: Name
     write_seconds: float
-    """Until a snapshot, once copied to host memory, is whole there; training goes on meanwhile."""
+    """Until a snapshot, once copied to host memory, is whole there; training continues
+    meanwhile."""
     read_seconds: float
     """To bring the state back from there to the devices."""
 
@@ -49,7 +50,7 @@ class RunSpec:
     state: float
     """Of all hosts together, spread evenly: parameters, optimizer, what else a restart needs."""
     rates: Mapping[Kind, float]
-    """Failures a second of the whole run, by kind."""
+    """Failures per second of the whole run, by kind."""
     memory_rate: float
     """A host's, from its devices into its own memory and back: training stands still for a copy."""
     peer_rate: float
@@ -60,7 +61,7 @@ class RunSpec:
     """The object store's, all hosts together."""
     detection: float
     recovery: float
-    """From the verdict to a group that is formed anew, without the reading of the state."""
+    """From the verdict to a group that is formed again, without the reading of the state."""
     compile: float = 0.0
     """Until the step is compiled there."""
     repair: float
@@ -70,7 +71,7 @@ class RunSpec:
     def __post_init__(self) -> None:
         """Check that slices divide the hosts."""
         if self.hosts < 1:
-            raise ConfigError(f"hosts={self.hosts} is no run; give 1 or more")
+            raise ConfigError(f"hosts={self.hosts} is not a run; give 1 or more")
         if self.slice_hosts < 1 or self.hosts % self.slice_hosts:
             raise ConfigError(
                 f"slice_hosts={self.slice_hosts} does not divide {self.hosts} hosts into slices; "
@@ -112,7 +113,7 @@ class RunSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is decided: a snapshot every so many steps, and which tiers take which of them."""
+    """What is decided: how often a snapshot is taken, and which tiers take which of them."""
 
     steps: int
     """Steps between two snapshots."""

@@ -30,10 +30,10 @@ class Measured:
     detection: float | None
     """From a fault to its verdict."""
     recovery: float | None
-    """From the verdict to a group that has formed anew, with what reading the state took beyond
+    """From the verdict to a group that has formed again, with what reading the state took beyond
     `copy`."""
     compile: float | None
-    """Compiling in a group that has formed anew."""
+    """Compiling in a group that has formed again."""
 
     @property
     def memory_rate(self) -> float | None:

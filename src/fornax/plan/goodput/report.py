@@ -19,7 +19,7 @@ _CAUSES = {
     "save": "standing still for snapshots that were kept",
     "detection": "until a failure is noticed",
     "waiting": "for a spare",
-    "recovery": "forming anew",
+    "recovery": "forming a new group",
     "restore": "reading the state",
     "compile": "compiling the step in a new group",
     "lost": "steps and snapshots that a failure undid",

@@ -46,7 +46,7 @@ class Outcome:
     goodput: Mean
     """Share of the wall time in steps that were kept."""
     effective: float
-    """Mean goodput times the share of the hosts that are no spares: of what is paid for."""
+    """Mean goodput times the share of the hosts that are not spares: of what is paid for."""
     closed_form: float
     """Goodput where spares are always there."""
     causes: Mapping[Cause, float]
@@ -206,7 +206,7 @@ def _with_spares(
 ) -> list[Outcome]:
     """Spares for single hosts, then more and more whole slices besides; in order of their number.
 
-    It ends where `best`, whose spares are always there, would not pay for so many.
+    It ends where `best`, whose spares are always there, would not pay for this many.
     """
     found: dict[int, Outcome] = {}
 
@@ -230,7 +230,7 @@ def _with_spares(
 
 
 def _share(run: RunSpec, spares: int) -> float:
-    """The share of the hosts that are no spares."""
+    """The share of the hosts that are not spares."""
     return run.hosts / (run.hosts + spares)
 
 

@@ -3,7 +3,7 @@
 A snapshot is copied to host memory every `Policy.steps` steps, while training stands still; each
 tier takes some of them from there in the background. A failure throws the run back to the newest
 snapshot that a surviving tier has whole. Then the failure is detected, hosts that are gone are
-replaced by spares, the group forms anew, the state is read and the step compiled; a failure in
+replaced by spares, the group forms again, the state is read and the step compiled; a failure in
 this time begins it again. Between two failures nothing is stepped through: where a run is follows
 from the time.
 """
@@ -36,7 +36,7 @@ class Failure:
 
 
 def draw_failures(run: RunSpec, horizon: float, seed: int) -> list[Failure]:
-    """Independent Poisson processes, one a kind, over `horizon` seconds; in order of time."""
+    """Independent Poisson processes, one per kind, over `horizon` seconds; in order of time."""
     rng = np.random.default_rng(seed)
     found = []
     for kind in KINDS:
@@ -121,7 +121,7 @@ class _Copies:
         self._tiers = {name: self.run.tier(name) for name in self.policy.every}
 
     def advance(self, base: int, elapsed: float, cycle: float) -> None:
-        """Training went on from snapshot `base` for `elapsed` seconds."""
+        """Training resumed from snapshot `base` for `elapsed` seconds."""
         for name, every in self.policy.every.items():
             taken = base + math.floor((elapsed - self._tiers[name].write_seconds) / cycle)
             newest = taken // every * every

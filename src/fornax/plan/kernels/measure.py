@@ -61,7 +61,7 @@ def measure(
       limit_seconds: that one turn of one implementation may take, its compilation included.
 
     Raises:
-      KernelError: the child does not start, or knows no such operation.
+      KernelError: the child does not start, or has no such operation.
     """
     child: _Child | None = None
     with tempfile.TemporaryFile() as log:

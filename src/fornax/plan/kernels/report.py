@@ -27,10 +27,14 @@ NOTE = (
 def support_rows() -> list[tuple[str, ...]]:
     """The table of support: operation, implementation, then a word for each platform."""
     return [
-        (name, one.name, *(one.support.get(platform, "-") for platform in _PLATFORMS))
+        (name, _title(one), *(one.support.get(platform, "-") for platform in _PLATFORMS))
         for name, operation in kernels.operations().items()
         for one in operation.implementations
     ]
+
+
+def _title(one: kernels.Implementation[Any]) -> str:
+    return f"{one.name} (deprecated: use {one.deprecated})" if one.deprecated else one.name
 
 
 def list_text() -> str:

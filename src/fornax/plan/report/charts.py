@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
+from fornax.pages import INK, SOFT, figure, svg
 from fornax.plan.facts import ClassOfWork, Hardware
 from fornax.plan.format import format_bytes, format_count
 from fornax.plan.report.document import MemoryChart
-from fornax.train.report import INK, SOFT, figure, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

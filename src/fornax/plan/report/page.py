@@ -5,10 +5,10 @@ from pathlib import Path
 from markupsafe import Markup
 
 from fornax.config import ConfigError
+from fornax.pages import Section as PageSection
+from fornax.pages import bullets, render, table
 from fornax.plan.report.charts import memory_picture
 from fornax.plan.report.document import Block, Chart, Document, Lines, MemoryChart, Section, Table
-from fornax.train.report import Section as PageSection
-from fornax.train.report import bullets, render, table
 
 
 def write_document(document: Document, path: Path) -> Path:

@@ -78,6 +78,7 @@ def _verdicts(plan: ServePlan) -> list[str]:
     """Fit and room, one sentence each."""
     memory = plan.memory
     share = f"{format_bytes(memory.total)} of {format_bytes(memory.usable)} usable"
+    cost = _cost(plan)
     over = f"{format_bytes(memory.total - memory.usable)} too much"
     return [
         f"fits: {share}" if memory.fits else f"DOES NOT FIT: {share}, {over}",
@@ -87,7 +88,23 @@ def _verdicts(plan: ServePlan) -> list[str]:
         "sequences",
         f"the largest cache that would fit: {format_bytes(memory.most_cache)}, "
         f"{memory.most_tokens:,} tokens, {memory.most_sequences:.1f} such sequences",
+        *([cost] if cost else []),
     ]
+
+
+def _cost(plan: ServePlan) -> str | None:
+    """The least that tokens cost, and what is assumed for that; None without a price."""
+    price = plan.price
+    outputs = [p.per_million_tokens for p in plan.decode if p.per_million_tokens is not None]
+    prompts = [p.per_million_tokens for p in plan.prompts if p.per_million_tokens is not None]
+    if price is None or not outputs or not prompts:
+        return None
+    return (
+        f"at best {min(outputs):,.4g} {price.currency} per million output tokens, while all "
+        f"sequences of the batch decode, and {min(prompts):,.4g} {price.currency} per million "
+        f"prompt tokens (at {price.chip_hour:g} {price.currency} a chip-hour; idle time is not in "
+        "it)"
+    )
 
 
 def _figures(plan: ServePlan) -> list[tuple[str, str]]:
@@ -146,7 +163,7 @@ def _memory(plan: ServePlan) -> Section:
 
 def _cache(memory: MemoryReport) -> Table:
     return Table(
-        head=("layers", "attention", "bytes a token", "pages", "pages of a full sequence"),
+        head=("layers", "attention", "bytes per token", "pages", "pages of a full sequence"),
         rows=[
             (
                 f"{group.layers}",
@@ -170,6 +187,7 @@ def _decode(plan: ServePlan) -> Section:
         for context in contexts
     ]
     parts = ("weights", "cache", "arithmetic", "links", "choosing")
+    per_million = _per_million_head(plan)
     return Section(
         title="Time between tokens",
         lead="Every sequence of the batch is at the same context; at least: at published rates.",
@@ -179,7 +197,7 @@ def _decode(plan: ServePlan) -> Section:
                 head=(
                     *("context", "batch", "time", "at least"),
                     *(Column(title=title, medium="page") for title in parts),
-                    *("tokens/s/chip", "waits for", "origin"),
+                    *("tokens/s/chip", *per_million, "waits for", "origin"),
                 ),
                 rows=[
                     (
@@ -193,6 +211,7 @@ def _decode(plan: ServePlan) -> Section:
                         format_seconds(p.exchange_seconds),
                         format_seconds(p.sampling_seconds),
                         f"{p.tokens_per_second_per_chip:,.0f}",
+                        *_per_million(plan, p.per_million_tokens),
                         _BOUNDS[p.bound],
                         p.origin,
                     )
@@ -204,7 +223,11 @@ def _decode(plan: ServePlan) -> Section:
 
 
 def _prompts(plan: ServePlan) -> Section:
-    head = ("prompt", "steps", "time", "at least", "tokens/s/chip", "waits for", "origin")
+    per_million = _per_million_head(plan)
+    head = (
+        *("prompt", "steps", "time", "at least", "tokens/s/chip"),
+        *(*per_million, "waits for", "origin"),
+    )
     rows = [
         (
             f"{p.tokens:,}",
@@ -212,6 +235,7 @@ def _prompts(plan: ServePlan) -> Section:
             format_seconds(p.seconds),
             format_seconds(p.least_seconds),
             f"{p.tokens_per_second_per_chip:,.0f}",
+            *_per_million(plan, p.per_million_tokens),
             _BOUNDS[p.bound],
             p.origin,
         )
@@ -231,15 +255,27 @@ def _largest(plan: ServePlan, limit: float) -> Section:
             f"{one.batch:,}",
             format_seconds(one.seconds),
             f"{one.tokens_per_second_per_chip:,.0f}",
+            *_per_million(plan, one.per_million_tokens),
             _LIMITS[one.limited_by],
         )
         for one in plan.largest
     ]
-    head = ("context", "batch", "time", "tokens/s/chip", "limited by")
+    per_million = _per_million_head(plan)
+    head = ("context", "batch", "time", "tokens/s/chip", *per_million, "limited by")
     return Section(
         title=f"The largest batch within {format_seconds(limit)} between tokens",
         blocks=[Table(head=head, rows=rows)],
     )
+
+
+def _per_million_head(plan: ServePlan) -> tuple[str, ...]:
+    return () if plan.price is None else (f"{plan.price.currency} per 1M tokens",)
+
+
+def _per_million(plan: ServePlan, cost: float | None) -> tuple[str, ...]:
+    if plan.price is None:
+        return ()
+    return ("-" if cost is None else f"{cost:,.4g}",)
 
 
 def _programs(plan: ServePlan) -> Section:

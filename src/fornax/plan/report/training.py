@@ -137,7 +137,7 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
         found += [
             ("model FLOPs utilisation", f"{plan.speed.mfu:.1%}"),
             ("tokens/s/chip", f"{plan.speed.tokens_per_second_per_chip:,.0f}"),
-            ("tokens a day", format_count(plan.speed.tokens_per_day)),
+            ("tokens per day", format_count(plan.speed.tokens_per_day)),
         ]
     fits = "fits" if plan.fits else "DOES NOT FIT"
     found += [
@@ -284,7 +284,7 @@ def _communication(program: ProgramReport, platform: str) -> Section:
         title="What is exchanged?",
         heading="Communication of a step, one chip",
         lead=f"{format_seconds(program.exposed_seconds)} of the step waits for other chips; the "
-        "rest of the communication runs beside the arithmetic. Bytes are those of the whole "
+        "rest of the communication overlaps with the arithmetic. Bytes are those of the whole "
         "gathered or reduced arrays.",
         blocks=[
             Table(

@@ -31,6 +31,7 @@ _CLASSES = {
     "dispatch": "tokens' ways to their experts and back",
     "logits_loss": "the output projection and the loss",
     "norms_elementwise": "norms and element-wise work",
+    "rounding": "rounding to 8 bits",
     "embedding": "the embedding",
     "layer_inputs": "the layers' further inputs",
     "modules": "modules that predict further tokens, outside their layers",
@@ -47,7 +48,7 @@ class Measured:
     step_seconds: float | None
     """Predicted from the compiled program; None when that is not known."""
     problem: str | None = None
-    """Why it did not compile (one line), such as running out of memory by so much."""
+    """Why it did not compile (one line), such as running out of memory by this much."""
 
 
 Compile = Callable[[TrainConfig, Topology], Measured]

@@ -195,7 +195,8 @@ def described_draft(config: EngineConfig, target: DeviceSpec) -> Weights | None:
 
 def described_weights(model: ServedModel, config: EngineConfig, target: DeviceSpec) -> Weights:
     """The weights as shapes."""
-    return describe_weights(model.config, config, jnp.dtype(model.dtype), target)
+    dtype = jnp.dtype(model.dtype)
+    return describe_weights(model.config, config, dtype, target, model.code_formats)
 
 
 def check_devices(model: ServedModel, config: EngineConfig, topology: Topology) -> None:

@@ -37,7 +37,7 @@ class LinearAttention:
         return self._work((6 if self.corrects else 4) * each, 2 * 4 * each)
 
     def prompt(self, tokens: int) -> Work:
-        """Of so many tokens of one prompt, in chunks that read and write the state once each."""
+        """Of this many tokens of one prompt, in chunks that read and write the state once each."""
         chunks = self.layers * -(-tokens // CHUNK)
         C, H, V = CHUNK, self.key_dim, self.value_dim
         by_key_head = 2 * C * C * H  # keys with queries

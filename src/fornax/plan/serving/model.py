@@ -1,12 +1,22 @@
 """The model to be served: its config and the dtype its weights are stored in, no weights read."""
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fornax.config.errors import ConfigError
 from fornax.config.hub import find_model
-from fornax.models import DecoderConfig, config_from_hf, num_parameters, read_config
+from fornax.gguf import is_gguf
+from fornax.models import (
+    CodeFormat,
+    DecoderConfig,
+    config_from_hf,
+    num_parameters,
+    read_config,
+    stored_code_formats,
+    stored_dtypes,
+)
 
 _SUPPORTED = ("float32", "bfloat16")
 
@@ -21,6 +31,8 @@ class ServedModel:
     """float32 or bfloat16: what an engine holds the weights in unless told otherwise."""
     source: str
     """One sentence on where shapes and dtype come from."""
+    code_formats: Mapping[str, CodeFormat | str] = field(default_factory=dict)
+    """How packed products read what its files quantize; see `StoredModel.code_formats`."""
 
     @property
     def parameters(self) -> int:
@@ -32,8 +44,8 @@ def read_model(path: Path, dtype: str = "auto", *, mtp: bool = False) -> ServedM
     """Read what a directory says about its model; weights need not be there.
 
     Args:
-      path: a Hugging Face directory or a name on the Hub, of which config.json is enough, or a
-        Fornax run directory.
+      path: a Hugging Face directory or a name on the Hub, of which config.json is enough, a GGUF
+        file, or a Fornax run directory.
       dtype: what the user chose, or "auto".
       mtp: whether the first of its modules that predict further tokens is part of it: an engine
         loads no other.
@@ -45,11 +57,12 @@ def read_model(path: Path, dtype: str = "auto", *, mtp: bool = False) -> ServedM
     found = find_model(path, files=("*.json",))
     name = found.expanduser().resolve().name if found == path else str(path)
     path = found.expanduser()
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or is_gguf(path):
         return _hugging_face(path, dtype, name, mtp=mtp)
     if path.is_file():
         raise ConfigError(
-            f"{path} is a file; name the directory that holds the model's config.json, or a run"
+            f"{path} is a file; name the directory that holds the model's config.json, a GGUF "
+            "file, or a run"
         )
     from fornax.train import is_run, run_config
 
@@ -75,18 +88,24 @@ def _hugging_face(path: Path, dtype: str, name: str, *, mtp: bool) -> ServedMode
         stored, said = dtype, "dtype as asked"
     else:
         stored, said = _stored_dtype(path, values)
+    formats = stored_code_formats(path, mtp=mtp) if _has_weights(path) else {}
     return ServedModel(
         name=name,
         config=config,
         dtype=stored,
-        source=f"bytes from config.json, no weights were read; {said}",
+        source=f"bytes from {_said_in(path)}, no weights were read; {said}",
+        code_formats=formats,
     )
+
+
+def _said_in(path: Path) -> str:
+    return "the header of the GGUF file" if is_gguf(path) else "config.json"
 
 
 def _stored_dtype(path: Path, values: dict) -> tuple[str, str]:
     """The dtype an engine would find, and where it is said."""
     found = _header_dtypes(path)
-    where = "the headers of its safetensors files"
+    where = _said_in(path) if is_gguf(path) else "the headers of its safetensors files"
     if not found:
         inner = values.get("text_config") or {}
         named = (v.get(key) for v in (values, inner) for key in ("dtype", "torch_dtype"))
@@ -104,13 +123,15 @@ def _stored_dtype(path: Path, values: dict) -> tuple[str, str]:
 
 def _header_dtypes(path: Path) -> set[str]:
     """Dtypes of the weights by the files' headers; none where there are no whole weights."""
-    from fornax.checkpoint.safetensors_file import find_tensors
+    return stored_dtypes(path) if _has_weights(path) else set()
 
+
+def _has_weights(path: Path) -> bool:
+    """Whether all files with weights are there."""
+    if is_gguf(path):
+        return True
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-        if not all((path / shard).is_file() for shard in shards):
-            return set()
-    elif not (path / "model.safetensors").is_file():
-        return set()
-    return {tensor.dtype.name for tensor in find_tensors(path).values()}
+    if not index.is_file():
+        return (path / "model.safetensors").is_file()
+    shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+    return all((path / shard).is_file() for shard in shards)

@@ -47,7 +47,7 @@ def plan_serve(
 ) -> ServePlan:
     """Plan an engine on a topology.
 
-    For TPUs the very steps that would run are compiled: the largest decoding step, the largest
+    For TPUs the steps that would run are compiled: the largest decoding step, the largest
     prefill step, a step of one token, and the largest choice of tokens. GPUs and CPUs, and
     anything with `predicted`, come from closed forms.
 
@@ -269,7 +269,7 @@ def _notes(
             "divide weights and heads, not the cache"
         )
     if engine.config.speculative_config is not None:
-        notes.append("speculation counts in memory only: times are those of one token a step")
+        notes.append("speculation counts in memory only: times are those of one token per step")
     choices = attention(engine.limits.max_num_seqs).choices
     if any(choice.implementation == "xla" for choice in choices):
         notes.append(
@@ -290,6 +290,6 @@ def _notes(
     if found:
         notes.append(
             "tokens are chosen greedily: penalties, filters, random draws and log probabilities "
-            "stand in branches of the program and are not counted"
+            "are in branches of the program and are not counted"
         )
     return tuple(dict.fromkeys([*notes, *not_understood(one.facts for one in steps)]))

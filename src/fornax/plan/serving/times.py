@@ -249,7 +249,7 @@ def without_attention(schedule: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def _without_branches(schedule: Sequence[Item]) -> tuple[Item, ...]:
-    """The schedule of a greedy choice: what requests may ask for beyond it stands in branches."""
+    """The schedule of a greedy choice: what requests may ask for beyond it is in branches."""
 
     def keeps(item: Item) -> bool:
         return not isinstance(item, Loop) or (item.exact and item.kind != "conditional")

@@ -12,8 +12,8 @@ import jax
 from flax import nnx
 
 from fornax import kernels
-from fornax.kernels import paged_attention_operation
-from fornax.kernels._paged_attention import blockwise, tpu
+from fornax.kernels import cache_has_codes, paged_attention_operation
+from fornax.kernels._paged_attention import blockwise, gpu, tpu_items
 from fornax.kernels._paged_attention.call import PagedCall
 from fornax.models import CacheHeads, cache_windows
 from fornax.plan.facts import Work
@@ -63,7 +63,7 @@ class StepSizes:
 
 
 def step_sizes(engine: Engine) -> StepSizes:
-    """Read them off the weights; a module that drafts is no part of a step without speculation."""
+    """Read them off the weights; a module that drafts is not part of a step without speculation."""
     found = {part: [0, 0] for part in ("embed", "lm_head", "layers", "experts", "inputs")}
     input_row = 0.0
     for path, variable in nnx.to_flat_state(engine.weights.state):
@@ -143,6 +143,9 @@ class AttentionGroup:
     writers: int
     """Those of them that keep keys and values of their own."""
     key_bytes: int
+    gathered_bytes: int
+    """Of a key and value in the queries' dtype, where XLA gathers them before it multiplies; else
+    0."""
     """Of one token's key and value in a layer, as far as a device reads them."""
     pair_flops: int
     """Of one query and one key in a layer."""
@@ -153,15 +156,15 @@ class AttentionGroup:
     """Queries that a kernel computes with for each of a decoding sequence's."""
 
     @property
-    def passes(self) -> int:
-        """Times a key and value cross the memory's bus for one reading."""
-        return 3 if self.choice.implementation == "xla" else 1
+    def read_bytes(self) -> int:
+        """Bytes that cross the memory's bus for one reading of a key and value."""
+        return self.key_bytes + 2 * self.gathered_bytes
 
     def decode(self, batch: int, context: int) -> tuple[float, float]:
         """FLOPs and bytes of a step in which each of `batch` sequences has one token."""
         keys = self._keys(context if self.window is None else min(context, self.window))
         seen = self.readers * batch * keys
-        return seen * self.rows * self.pair_flops, seen * self.passes * self.key_bytes
+        return seen * self.rows * self.pair_flops, seen * self.read_bytes
 
     def prompt(self, start: int, stop: int) -> tuple[float, float]:
         """The same of a step with tokens `start` to `stop` of one prompt."""
@@ -170,7 +173,7 @@ class AttentionGroup:
             last = min(first + self.queries, stop)
             seen = last if self.window is None else min(last, self.window + self.queries)
             keys = self.readers * self._keys(seen)
-            moved += keys * self.key_bytes * self.passes
+            moved += keys * self.read_bytes
             flops += keys * (last - first) * self.pair_flops
         return flops, moved
 
@@ -227,7 +230,8 @@ def attention_of(engine: Engine, tokens: int) -> Attention:
 
 def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -> AttentionGroup:
     model, size, limits = engine.model.config, engine.devices, engine.limits
-    local_kv, width = heads.count // size, heads.width
+    local = heads._replace(count=heads.count // size)
+    width = heads.width
     call = PagedCall(
         platform=engine.target.platform,
         tokens=tokens,
@@ -235,7 +239,7 @@ def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -
         table_width=limits.table_width,
         page_size=limits.page_size,
         heads=model.num_heads // size,
-        kv_heads=local_kv,
+        kv_heads=local.count,
         head_dim=width,
         dtype=engine.weights.placement.compute_dtype.name,
         cache_dtype=str(limits.cache_dtype),
@@ -244,9 +248,11 @@ def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -
         sinks=model.attention_sinks,
         shared=heads.parts == 1,
         joined=heads.joined,
+        capability=engine.topology.chip.compute_capability,
+        scaled=cache_has_codes(limits.cache_dtype),
     )
     choice = paged_attention_operation.choice(call)
-    on_tpu = choice.implementation == "pallas_tpu"
+    lanes = tpu_items.LANES if choice.implementation == "pallas_tpu" else 1
     group = call.heads // call.kv_heads
     readers = [kind for kind in model.layer_kinds() if not kind.linear and kind.window == window]
     return AttentionGroup(
@@ -254,19 +260,33 @@ def _group(engine: Engine, tokens: int, window: int | None, heads: CacheHeads) -
         window=window,
         readers=len(readers),
         writers=sum(kind.keys != "shared" for kind in readers),
-        key_bytes=heads.parts * local_kv * width * limits.cache_dtype.itemsize,
-        pair_flops=4 * (-(-width // tpu.LANES) * tpu.LANES if on_tpu else width) * call.heads,
+        key_bytes=local.token_bytes(limits.cache_dtype),
+        gathered_bytes=local.token_bytes(call.dtype) if choice.implementation == "xla" else 0,
+        pair_flops=4 * -(-width // lanes) * lanes * call.heads,
         page_size=limits.page_size,
         queries=_queries(choice.implementation, call),
-        rows=tpu.few_queries(group) / group if on_tpu else 1.0,
+        rows=_rows(choice.implementation, group) / group,
     )
 
 
-def _queries(implementation: str, call: PagedCall) -> int:
-    """Queries for which a kernel reads the keys once; of a chunk, where it keeps them at hand."""
+def _rows(implementation: str, group: int) -> int:
+    """Queries that a kernel computes with for those of a key head of one token."""
     match implementation:
         case "pallas_tpu":
-            return tpu.block_tokens(call.tokens, call.heads, call.kv_heads, call.head_dim)
+            return tpu_items.few_queries(group)
+        case "pallas_gpu":
+            return gpu.QUERIES
+        case _:
+            return group
+
+
+def _queries(implementation: str, call: PagedCall) -> int:
+    """Queries for which a kernel reads the keys once; of a chunk, where it keeps them on chip."""
+    match implementation:
+        case "pallas_tpu":
+            return tpu_items.block_tokens(call.tokens, call.heads, call.kv_heads, call.head_dim)
+        case "pallas_gpu":
+            return gpu.largest_tile(call.heads // call.kv_heads)
         case "xla":
             return blockwise.LARGEST_TILE
         case _:

@@ -116,7 +116,7 @@ def _answer(value: dict) -> None:
 
 
 def _no_objects(_: object) -> int:
-    raise ValueError("only values are told")
+    raise ValueError("only values are sent")
 
 
 def _run(job: dict) -> None:

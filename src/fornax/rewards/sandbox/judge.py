@@ -4,7 +4,7 @@ The tests are the data's and are trusted; the program is not. A function of the 
 `Remote` here: calling it sends the arguments and brings a plain value back, which the test compares
 in this process. The program never sees what it is compared with. Standard library only.
 
-An object of the program that is no plain value stays there, and a test may only ask of it what
+An object of the program that is not a plain value stays there, and a test may only ask of it what
 cannot be answered by agreeing: never a comparison or arithmetic, which would be the program's own
 verdict, nor what a plain value in its place would answer too (`startswith`, `count`, `in`), unless
 the test itself made the object by calling a class. Whatever else a test needs is refused, and
@@ -40,7 +40,7 @@ _IN_PLACE = "__called_in_place__"
 
 
 class Refused(BaseException):
-    """A test cannot go on; no `except Exception` of a test catches it."""
+    """A test cannot continue; no `except Exception` of a test catches it."""
 
 
 class Channel:
@@ -63,7 +63,7 @@ class Channel:
         self.asked = False
         """Whether the program was asked for anything."""
         self.foreign = False
-        """Whether something arrived that is no plain value."""
+        """Whether something arrived that is not a plain value."""
 
     def refuse(self, reason: str) -> Refused:
         """Call the test weak."""
@@ -205,7 +205,7 @@ class Made(Remote):
 
 
 class _Items:
-    """Goes on with an iterator of the program."""
+    """Continues with an iterator of the program."""
 
     def __init__(self, iterator: Any) -> None:
         self._iterator = iterator

@@ -318,7 +318,7 @@ def _frames(data: bytes) -> Iterator[object]:
 
 
 def _no_objects(_: object) -> int:
-    raise ValueError("only values are told")
+    raise ValueError("only values are sent")
 
 
 def _line(text: str) -> str:

@@ -27,7 +27,7 @@ _NAMED = {tag[0]: constant for constant, tag in _CONSTANTS.items()}
 
 
 class MalformedError(ValueError):
-    """Bytes that are no value, or a value that is too large or too deep to be sent."""
+    """Bytes that are not a value, or a value that is too large or too deep to be sent."""
 
 
 def encode(value: object, refer: Callable[[object], int]) -> bytes:
@@ -35,7 +35,7 @@ def encode(value: object, refer: Callable[[object], int]) -> bytes:
 
     Args:
       value: anything.
-      refer: gives the number under which an object that is no plain value is referred to.
+      refer: gives the number under which an object that is not a plain value is referred to.
 
     Raises:
       MalformedError: over `MOST_BYTES`, or nested more than 128 deep.
@@ -88,7 +88,7 @@ def decode(data: bytes, resolve: Callable[[int], object]) -> Any:
       resolve: the object that a reference stands for.
 
     Raises:
-      MalformedError: the bytes are no value. Time and memory are linear in their number.
+      MalformedError: the bytes are not a value. Time and memory are linear in their number.
     """
     reader = _Reader(data, resolve)
     try:

@@ -62,7 +62,7 @@ def _json_schema(options: JsonSchemaOptions) -> tuple[Callable[..., float], tupl
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 TABLE = {"json_schema": (JsonSchemaOptions, _json_schema)}

@@ -113,7 +113,7 @@ def signature(text: str) -> Definition | None:
 
 
 def before_last(text: str) -> str:
-    """What stands before the last function or class that a text begins; "" where it is no Python.
+    """What comes before the last function or class that a text begins; "" where it is not Python.
 
     These are the imports and helpers that a prompt gives.
     """
@@ -149,7 +149,7 @@ def answered(
 
     Args:
       wanted: the signature; annotated with a result other than None, it promises a value.
-      head: what the completion goes on from, if anything.
+      head: what the completion continues from, if anything.
       completion: what was written.
       docstring: whether a docstring that begins with Return or Yield promises one too.
     """

@@ -52,8 +52,8 @@ class Quantity:
 def quantity(text: str) -> Quantity | None:
     r"""The number that a text is, such as 1,234.5, -1\frac{1}{2} or 10 cm; None for anything else.
 
-    A comma or a space parts groups of three digits, or the text is no number. A percentage is its
-    hundredth.
+    A comma or a space parts groups of three digits, or the text is not a number. A percentage is
+    its hundredth.
     """
     bare = text.strip()
     if len(bare) > 1 and bare[0] == bare[-1] == "$":
@@ -93,7 +93,7 @@ def agree(wanted: Quantity, found: Quantity, digits: int) -> bool:
     if wanted.place is None:
         return False
     allowed = Fraction(10) ** (wanted.place - digits) / 2
-    # What is zero to so many places has no place that could agree.
+    # What is zero to this many places has no place that could agree.
     return abs(wanted.value) > allowed and abs(wanted.value - found.value) <= allowed
 
 

@@ -34,7 +34,7 @@ def _regex(options: RegexOptions) -> tuple[Callable[..., float], tuple[str, ...]
             re.compile(options.pattern, flags)
         except re.error as error:
             raise ConfigError(
-                f"pattern={options.pattern!r} is no regular expression: {error}"
+                f"pattern={options.pattern!r} is not a regular expression: {error}"
             ) from error
 
     def verify(prompt: Any, completion: str, **record: Any) -> float:

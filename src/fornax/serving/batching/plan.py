@@ -12,8 +12,9 @@ __all__ = ["RowPlan"]
 _WORTH = 0.9
 """Two runs instead of one must save this much: each has its price in the loop too."""
 _TABLE = 1024
-"""Up to so many rows each number has its own entry, made when the plan is: that is a millisecond's
-work, where 100,000 took a tenth of a second. Above, the few candidates are compared when asked."""
+"""Up to this many rows each number has its own entry, made when the plan is: that is a
+millisecond's work, where 100,000 took a tenth of a second. Above, the few candidates are compared
+when asked."""
 
 
 class RowPlan:

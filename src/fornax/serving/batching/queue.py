@@ -37,12 +37,14 @@ class Waiting:
     priority: int = 1
     deadline: float | None = None
     arrived: float = 0.0
+    id: str = ""
+    """Of the whole request, for profiles."""
     number: int = 0
     taken: bool = False
     """Left the queue: it is in a batch, has expired, or was dropped."""
 
     def forget(self) -> None:
-        """Let go of the arrays: its place in the queue may be cleared much later."""
+        """Release the arrays: its place in the queue may be cleared much later."""
         self.owner = self.inputs = None
 
 
@@ -80,7 +82,7 @@ class Queue:
 
         `fits(small, large)`: whether a request of one padded shape may be computed in the other.
         `abandoned(owner)`: whether nobody waits for the answer any more; such a request is found
-        when its turn comes or when room is short, and `gone` is told of it.
+        when its turn comes or when room is short, and `gone` is notified of it.
         `together`: whether requests may share a batch at all.
         """
         self.plans = plans
@@ -188,7 +190,7 @@ class Queue:
     def take(self, now: float) -> Batch | None:
         """The next batch, of requests that are neither late nor abandoned; None: there is none.
 
-        Call `expire` first: whoever is late gets its answer there.
+        Call `expire` first: a request that is late gets its answer there.
         """
         head = self.head()
         if head is None:

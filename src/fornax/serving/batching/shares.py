@@ -2,7 +2,7 @@
 
 Fair queueing after the fact: each function of a model carries the device time its batches took,
 divided by its weight; the one with the least goes next. One that was idle begins at the least of
-those that are busy, so that it neither saves up nor owes. With every function busy, the times two
+those that are busy, so that it has neither credit nor debt. With every function busy, the times two
 of them got differ by no more than the longest batch of either, over its weight.
 """
 

@@ -99,7 +99,13 @@ class Function:
         for scheduler, limit, runner in runners:
             short = all(p.seconds <= SHORT_SECONDS for p in runner.prepared.values())
             claim = Claim(
-                self.queue, limit, settings.weight, runner=runner, answers=self, short=short
+                self.queue,
+                limit,
+                settings.weight,
+                name=f"{model}/{signature.name}",
+                runner=runner,
+                answers=self,
+                short=short,
             )
             scheduler.attach(claim)
             self._claims.append((scheduler, claim))
@@ -212,12 +218,30 @@ class Function:
         )
         arrived = now * 1e-9
         if count == 1:
-            waiting = Waiting((answer, 0), request.inputs, rows, key, priority, deadline, arrived)
+            waiting = Waiting(
+                (answer, 0),
+                request.inputs,
+                rows,
+                key,
+                priority,
+                deadline,
+                arrived,
+                request.request_id,
+            )
             self.queue.put(waiting)
         else:
             self.queue.put(
                 *(
-                    Waiting((answer, i), part, size, key, priority, deadline, arrived)
+                    Waiting(
+                        (answer, i),
+                        part,
+                        size,
+                        key,
+                        priority,
+                        deadline,
+                        arrived,
+                        request.request_id,
+                    )
                     for i, (size, part) in enumerate(
                         split(self.signature, request.inputs, rows, most)
                     )

@@ -1,7 +1,7 @@
 """Models that are laid over the devices of several processes.
 
 Process 0 answers requests. Of a model on a mesh over all processes each has its part: the others
-load it when process 0 does, run its programs on the same inputs and in the same order, and let go
+load it when process 0 does, run its programs on the same inputs and in the same order, and release
 of it when process 0 does. A model that is on no such mesh is process 0's alone.
 """
 
@@ -25,6 +25,7 @@ from fornax.export.weights import Weights
 from fornax.mesh import check_processes
 from fornax.mesh.group import Leader, Member, Operation, join_group
 from fornax.mesh.startup import initialize
+from fornax.profile import CAPTURE, FollowedCaptures
 from fornax.serving.backend import Backend
 from fornax.serving.config import HostConfig
 from fornax.serving.settings import OnMesh
@@ -45,7 +46,7 @@ def join_host(config: HostConfig) -> Leader | Member:
     """Connect the processes of a model server; all of them call this once, before jax begins.
 
     Raises:
-      ClusterError: they do not all join, differ, or are told what several processes cannot do.
+      ClusterError: they do not all join, differ, or are asked for what several processes cannot do.
     """
     if config.cpu_threads is not None:
         environment.limit_cpu_threads(config.cpu_threads)
@@ -58,14 +59,16 @@ def join_host(config: HostConfig) -> Leader | Member:
 
 
 def refuse_backend(name: str, folder: Path, settings: Mapping[str, object]) -> Backend:
-    """The factory of models that are no bundles, where there are several processes.
+    """The factory of models that are not bundles, where there are several processes.
 
     Raises:
       ClusterError: always, and what to do instead.
     """
     del folder, settings
     check_processes("serving a language model beside bundles", jax.process_count())
-    raise ClusterError(f"{name} is no bundle, and this server joined a group; serve it elsewhere")
+    raise ClusterError(
+        f"{name} is not a bundle, and this server joined a group; serve it elsewhere"
+    )
 
 
 class OtherParts:
@@ -101,11 +104,11 @@ class OtherParts:
         self._leader.tell("run", *arrays, model=self._model, program=number)
         try:
             return call()
-        except Exception as error:  # the others may be amid it: nothing else can follow
+        except Exception as error:  # the others may be in the middle of it: nothing else can follow
             raise self._leader.lose(error) from error
 
     def delete(self) -> None:
-        """Have the others let go of it."""
+        """Have the others release it."""
         try:
             self._leader.tell("unload", model=self._model)
         except LinkError as error:  # they end
@@ -115,9 +118,10 @@ class OtherParts:
 class Parts:
     """In another process: its parts of the models of process 0."""
 
-    def __init__(self, member: Member, lay: Lay):
+    def __init__(self, member: Member, lay: Lay, captures: FollowedCaptures):
         """`lay` loads a model's part."""
         self._member = member
+        self._captures = captures
         self._lay = lay
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fornax-load")
         self._models: dict[int, Future[tuple[Weights, list[Program]]]] = {}
@@ -133,15 +137,20 @@ class Parts:
             _, programs = self._models[facts["model"]].result()
             program = programs[facts["program"]]
             program.run(program.put(dict(zip(program.inputs, arrays, strict=True))))
+        elif name == CAPTURE:
+            self._captures.carry_out(facts)
         elif name == "load":
             self._models[facts["model"]] = self._pool.submit(self._load, facts)
         elif name == "unload":
             self._models.pop(facts["model"]).add_done_callback(_delete)
         else:
-            raise ClusterError(f"{name!r} is no operation of a model server; run one version alike")
+            raise ClusterError(
+                f"{name!r} is not an operation of a model server; run one version alike"
+            )
 
     def close(self) -> None:
-        """Wait for what loads."""
+        """Wait for what loads, and end the capture that runs."""
+        self._captures.close()
         self._pool.shutdown(cancel_futures=True)
 
     def _load(self, facts: Mapping[str, Any]) -> tuple[Weights, list[Program]]:
@@ -158,13 +167,17 @@ class Parts:
         return laid
 
 
-def follow(member: Member, lay: Lay) -> None:
+def follow(member: Member, lay: Lay, profiles: Path | None) -> None:
     """Have parts of process 0's models until it ends the group.
+
+    Args:
+      lay: loads a model's part.
+      profiles: where this process's part of profiles goes; None: it makes none.
 
     Raises:
       LinkError: process 0 is gone.
     """
-    parts = Parts(member, lay)
+    parts = Parts(member, lay, FollowedCaptures(profiles, member))
     try:
         for operation in member.operations():
             parts.carry_out(operation)

@@ -90,7 +90,7 @@ def load(
     concurrency: int,
     options: CompilerOptions,
 ) -> list[Copy]:
-    """Load a bundle onto its places, for so many batches at once, with XLA's compiler options.
+    """Load a bundle onto its places, for this many batches at once, with XLA's compiler options.
 
     Raises:
       BundleError: for a bundle that is damaged, cannot run here, or computes something else.

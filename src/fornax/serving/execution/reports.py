@@ -1,4 +1,4 @@
-"""What a function tells whoever watches it, and the figures of its batches."""
+"""What a function reports to its observers, and the figures of its batches."""
 
 import logging
 import time

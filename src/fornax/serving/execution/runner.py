@@ -11,7 +11,6 @@ import jax
 import jax.monitoring
 import numpy as np
 
-from fornax.config import environment
 from fornax.config.errors import ServingCode, ServingError
 from fornax.config.frames import LinkError
 from fornax.export.buckets import assemble, take
@@ -21,18 +20,9 @@ from fornax.export.spec import Signature
 from fornax.mesh.hosts import is_lost
 from fornax.serving.batching import Batch, Key, Waiting
 
-__all__ = ["Compilations", "Computed", "Prepared", "Runner", "compilations", "keep_compiled"]
+__all__ = ["Compilations", "Computed", "Prepared", "Runner", "compilations"]
 
 _COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-def keep_compiled() -> None:
-    """Let JAX keep compiled programs on disk, unless the user has chosen where, or not to."""
-    chosen = jax.config.values["jax_compilation_cache_dir"]
-    if chosen is None and environment.compilation_cache_enabled():
-        jax.config.update("jax_compilation_cache_dir", str(environment.cache_dir() / "xla"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class Answering(Protocol):
@@ -62,7 +52,7 @@ jax.monitoring.register_event_duration_secs_listener(_heard)
 
 _RUNS = 5
 _DRIFT = 1.01
-"""A batch that took longer than was known raises it by so much at most."""
+"""A batch that took longer than was known raises it by this much at most."""
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
 _LONG = 1.0
@@ -81,7 +71,7 @@ class Prepared:
     """From requests to answers, at best, lately."""
 
     def took(self, seconds: float) -> None:
-        """A batch took so long: a shorter time is believed at once, a longer one slowly."""
+        """A batch took this long: a shorter time is believed at once, a longer one slowly."""
         if seconds < self.seconds:
             self.seconds = seconds
         else:

@@ -20,17 +20,20 @@ from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
 from typing import Protocol
 
-from fornax.serving.batching import Batch, Share, Shares
+from jax.profiler import TraceAnnotation
+
+from fornax.serving.batching import Batch, Share, Shares, Waiting
 from fornax.serving.execution.runner import Computed, Runner
 
 __all__ = ["SHORT_SECONDS", "Claim", "DeviceScheduler", "FairLock"]
 
 
 class FairLock:
-    """A lock that goes to whoever has waited longest.
+    """A lock that goes to the thread that has waited longest.
 
-    `threading.Lock` goes to whoever asks first once it is free, and that is often the thread that
-    has just let go of it: a batch that was assembled in time would see others overtake it.
+    `threading.Lock` goes to the thread that asks first once it is free, and that is often the
+    thread that has just released it: a batch that was assembled in time would see others overtake
+    it.
     """
 
     def __init__(self) -> None:
@@ -66,7 +69,7 @@ _MESHES = FairLock()
 
 
 class Answers(Protocol):
-    """Whoever gets what was computed."""
+    """The receiver of what was computed."""
 
     def overdue(self, now: float) -> None: ...
 
@@ -77,6 +80,8 @@ class Answers(Protocol):
 class Claim(Share):
     """One function's claim on one scheduler, with what computes its batches."""
 
+    name: str
+    """Its model and function, in profiles."""
     runner: Runner
     answers: Answers
     short: bool = False
@@ -97,7 +102,7 @@ class DeviceScheduler:
     """See the module."""
 
     def __init__(self, name: str, *, on_host: bool, devices: int = 1):
-        """A scheduler of so many devices; `on_host`: CPU devices."""
+        """A scheduler of this many devices; `on_host`: CPU devices."""
         self.name = name
         self.on_host = on_host
         self.lock: AbstractContextManager = (
@@ -179,7 +184,7 @@ class DeviceScheduler:
         return _Work(claim, batch, estimate, time.monotonic_ns(), beside)
 
     def _eligible(self, now: float) -> list[Claim] | None:
-        """Who may begin now; None: whoever's turn it is.
+        """Who may begin now; None: the one whose turn it is.
 
         Beside a batch that runs, the next one is picked early only if a batch cannot grow any more;
         then whose turn it is decides, or one that is always full would never let others in.
@@ -217,7 +222,8 @@ class DeviceScheduler:
     def _serve(self, queue: "SimpleQueue[_Work | None]") -> None:
         """A thread of the scheduler."""
         while (work := queue.get()) is not None:
-            computed = work.claim.runner.compute(work.batch, alone=work.beside)
+            with _annotation(work.claim, work.batch):
+                computed = work.claim.runner.compute(work.batch, alone=work.beside)
             assert self._loop is not None
             try:
                 self._loop.call_soon_threadsafe(self._finished, work, computed)
@@ -282,3 +288,24 @@ class DeviceScheduler:
         self._timer = None
         if not self._kicked:
             self._pump()
+
+
+def _annotation(claim: Claim, batch: Batch) -> AbstractContextManager[object]:
+    """Shows in profiles a batch and how long its requests waited; `fornax.profile.serving` reads
+    it."""
+    if not TraceAnnotation.is_enabled():
+        return nullcontext()
+    now = time.monotonic()
+    return TraceAnnotation(
+        f"batch/{claim.name}",
+        requests=" ".join(_name(each) for each in batch.requests),
+        waited_us=" ".join(f"{1e6 * (now - each.arrived):.0f}" for each in batch.requests),
+        rows=batch.rows,
+        bucket=batch.bucket,
+        most_rows=claim.queue.plans[batch.key].most,
+    )
+
+
+def _name(request: Waiting) -> str:
+    """The request's id, and its number, since a client may send an id twice."""
+    return f"{request.id}-{request.number}" if request.id else str(request.number)

@@ -7,13 +7,13 @@ import time
 from fornax.config.errors import ServingCode, ServingError
 from fornax.export.bundle import Bundle, open_bundle
 from fornax.export.spec import Signature
+from fornax.mesh.startup import use_compilation_cache
 from fornax.serving.batching import Limit
 from fornax.serving.events import Events
 from fornax.serving.execution import loading
 from fornax.serving.execution.devices import DevicePool, Reservation
 from fornax.serving.execution.function import Function
 from fornax.serving.execution.loading import Copy
-from fornax.serving.execution.runner import keep_compiled
 from fornax.serving.lifecycle import ServableLike, Source
 from fornax.serving.settings import ModelSettings
 from fornax.serving.statistics import ModelStatistics
@@ -78,7 +78,7 @@ class Servable:
             INVALID_ARGUMENT for settings that the bundle or the devices do not allow.
         """
         _check(bundle, settings)
-        keep_compiled()
+        use_compilation_cache(least_seconds=0)
         total = loading.weight_bytes(bundle)
         places = devices.places(settings.devices, total)
         label = f"{name} version {version}" if version else name or str(bundle.path)
@@ -200,7 +200,7 @@ def _check(bundle: Bundle, settings: ModelSettings) -> None:
         if wrong:
             raise ServingError(
                 ServingCode.INVALID_ARGUMENT,
-                f"preferred_sizes has {wrong[0]}, which is no batch bucket of {name!r}; its "
+                f"preferred_sizes has {wrong[0]}, which is not a batch bucket of {name!r}; its "
                 f"buckets are {', '.join(map(str, buckets)) or 'none: it has no batch'}",
             )
 

@@ -88,7 +88,7 @@ class Front:
         return Listening(server, Address(self.address.host, port))
 
     def _certificate(self) -> grpc.ServerCredentials | None:
-        """What TLS stands on; None for plain text."""
+        """The credentials of TLS; None for plain text."""
         if self.credentials is None:
             return None if self.tls is None else _credentials(self.tls)
         if not self.credentials.key:
@@ -120,7 +120,7 @@ class Listening:
     address: Address
 
     async def stop(self, drain_seconds: float) -> None:
-        """Take no new calls, let those that run go on for at most `drain_seconds`, close."""
+        """Take no new calls, let those that run continue for at most `drain_seconds`, close."""
         # What is on its way is told to go elsewhere; the transport would only say CANCELLED.
         linger = min(drain_seconds, _LINGER_SECONDS)
         await asyncio.sleep(linger)
@@ -178,7 +178,7 @@ class _RouterOnly(grpc.aio.ServerInterceptor):
 
 
 def _refusing(handler: _Handler, refused: Refused, why: str) -> _Handler:
-    """A handler in the place of another one, which refuses the call."""
+    """A handler in place of another one, which refuses the call."""
     error = ServingError(ServingCode.UNAUTHENTICATED, why)
     refused(error)
 

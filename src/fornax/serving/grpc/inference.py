@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 
 from fornax.config.errors import ServingCode, ServingError
+from fornax.config.request_id import HEADER
 from fornax.serving.access import Limits
 from fornax.serving.backend import stream_of
 from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.grpc.codec import decode, encode
-from fornax.serving.grpc.methods import Context, abort, parse
+from fornax.serving.grpc.methods import Context, abort, identify, parse
 from fornax.serving.grpc.send_timeout import SendTimeout
 from fornax.serving.types import InferRequest, InferResult, as_serving_error
 from fornax.serving.v2.parameters import OutputOptions
@@ -80,7 +81,7 @@ class Inference:
             try:
                 result = await submitted.result()
             finally:
-                submitted.future.cancel()  # of use where the client is gone
+                submitted.future.cancel()  # useful where the client is gone
             response = encode(result, submitted.options_by_output)
             self._send_timeout.watch(context)
             return response.SerializeToString()
@@ -103,15 +104,16 @@ class Inference:
         answer whole.
         """
         received = time.monotonic()
-        message = None
+        message, request_id = None, identify(context)
         try:
             message = self._parse(data)
             request, options_by_output = decode(message, received, self._memory, self._limits)
         except Exception as failure:
             error = as_serving_error(failure, "ModelInfer")
             model, name = (message.model_name, message.id) if message is not None else ("", "")
-            self._host.events.tell_refused("grpc", error.code, str(error), model, name)
+            self._host.events.tell_refused("grpc", error.code, str(error), model, name, request_id)
             return Submitted(_failed(error), {}, model, name)
+        request.request_id = request_id
         _from_context(request, context)
         in_pieces = (
             take is not None and stream_of(self._host.backends.get(request.model)) is not None
@@ -176,5 +178,5 @@ def _from_context(request: InferRequest, context: Context) -> None:
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             request.trace = value
-        elif key == "x-request-id" and not request.id:
-            request.id = str(value)
+        elif key == HEADER and not request.id and value == request.request_id:
+            request.id = request.request_id

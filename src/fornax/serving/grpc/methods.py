@@ -9,6 +9,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from fornax.config.errors import ServingCode, ServingError
+from fornax.config.request_id import HEADER, request_id
 from fornax.serving.grpc.inference_pb2 import DESCRIPTOR
 from fornax.serving.types import as_serving_error
 from fornax.serving.v2.datatypes import refuse
@@ -23,6 +24,7 @@ __all__ = [
     "Context",
     "Method",
     "abort",
+    "identify",
     "parse",
     "unary",
 ]
@@ -80,10 +82,24 @@ def parse(kind: type[_Message], data: bytes) -> _Message:
         raise refuse(f"{len(data)} bytes are no {kind.DESCRIPTOR.full_name}") from None
 
 
+def identify(context: Context) -> str:
+    """The id of a call, by `fornax.config.request_id`: that of its metadatum `x-request-id`, or a
+    new one. It goes back to the client behind the answer or the error."""
+    ours = tuple(context.trailing_metadata() or ())
+    found = next((value for key, value in ours if key == HEADER), None)
+    if found is not None:
+        return str(found)
+    given = next((v for key, v in context.invocation_metadata() or () if key == HEADER), None)
+    name = request_id(given)
+    context.set_trailing_metadata((*ours, (HEADER, name)))
+    return name
+
+
 async def abort(context: Context, error: ServingError) -> NoReturn:
     """End the call with the error's status and its message as the details."""
     details = str(error).encode("utf-8", "replace")[:_MAX_DETAILS].decode("utf-8", "ignore")
-    await context.abort(_STATUS[error.code.grpc], details, ((CODE, error.code.name),))
+    trailing = ((CODE, error.code.name), (HEADER, identify(context)))
+    await context.abort(_STATUS[error.code.grpc], details, trailing)
     raise AssertionError("abort returned")
 
 
@@ -91,6 +107,7 @@ def unary(method: Method, answer: Answer) -> grpc.RpcMethodHandler:
     """A unary handler; failures become statuses."""
 
     async def handle(data: bytes, context: Context) -> bytes:
+        identify(context)
         try:
             if len(data) > _MAX_MESSAGE:
                 raise ServingError(

@@ -106,7 +106,7 @@ def _address(peer: str) -> tuple[str, int]:
 
 
 def _duplicate(descriptor: int) -> socket.socket | None:
-    """A duplicate of a descriptor as a socket; None where it is no socket, or closed by now."""
+    """A duplicate of a descriptor as a socket; None where it is not a socket, or closed by now."""
     try:
         copy = os.dup(descriptor)
     except OSError:

@@ -1,8 +1,8 @@
 """ModelStreamInfer: many requests in flight, answered in their order; models that stream send each
 piece as it is made, interleaved with other requests.
 
-A request that fails has its error in its own answer, and the stream goes on. What waits for a slow
-reader is bounded: beyond it no more requests are read, and the client's sending stops.
+A request that fails has its error in its own answer, and the stream continues. What waits for a
+slow reader is bounded: beyond it no more requests are read, and the client's sending stops.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class _Stream:
                 response.error_message = str(as_serving_error(error, "ModelStreamInfer"))
                 answer.Clear()
                 answer.model_name, answer.id = sent.model, sent.id
-                sent.future.cancel()  # of use where it was a piece that could not be sent
+                sent.future.cancel()  # useful where it was a piece that could not be sent
                 last = True
             answer.parameters[FINAL].bool_param = last
             if last:

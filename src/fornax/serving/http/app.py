@@ -12,6 +12,7 @@ from fornax.serving.http import bodies
 from fornax.serving.http.bodies import BodyMemory, ClientLeft, HeldBodies, LateBody
 from fornax.serving.http.gate import Gate, path_of
 from fornax.serving.http.infer import Inference
+from fornax.serving.http.request_ids import request_id_of, with_request_id
 from fornax.serving.http.responses import error_response, send_response
 from fornax.serving.http.routes import create_routes
 from fornax.serving.http.routing import ServerContext
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["App", "http_app"]
 
 _SMALL = 2**20
-"""Largest body of a call that is no inference."""
+"""Largest body of a call that is not an inference."""
 _BODIES = 4
 """How many of the largest bodies are held at once."""
 
@@ -38,7 +39,7 @@ class App:
         extra_apps: Mapping[str, ASGIApp],
     ):
         self.routes = create_routes(context)
-        """Every call that is no inference."""
+        """Every call that is not an inference."""
         self._limits = context.limits
         self._memory = BodyMemory(_BODIES * self._limits.max_body_bytes)
         self._infer = Inference(context.host, self._limits, context.shared_memory, context.events)
@@ -51,6 +52,7 @@ class App:
         if scope["type"] != "http":
             await self.routes(scope, receive, send)
             return
+        send = with_request_id(scope, send)
         with HeldBodies(self._memory) as held:
             try:
                 await self._respond(scope, receive, send, held)
@@ -66,21 +68,21 @@ class App:
             self._gate.check(path, scope)
         except ServingError as error:
             await bodies.drop(receive, self._limits, held)
-            await self._refuse(send, error)
+            await self._refuse(scope, send, error)
             return
         if names is None:
             try:
                 await self._other(path, scope, receive, send, held)
             except ServingError as error:
-                await self._refuse(send, error)
+                await self._refuse(scope, send, error)
         elif scope["method"] == "POST":
             await self._infer(scope, receive, send, held, *names)
         else:
             await bodies.drop(receive, self._limits, held)
-            await send_response(send, error_response(405, f"{path} takes POST alone"))
+            await send_response(send, error_response(405, f"{path} takes only POST"))
 
-    async def _refuse(self, send: Send, error: ServingError) -> None:
-        self._events.tell_refused("http", error.code, str(error))
+    async def _refuse(self, scope: Scope, send: Send, error: ServingError) -> None:
+        self._events.tell_refused("http", error.code, str(error), request_id=request_id_of(scope))
         await send_response(send, error_response(error.code.http, str(error)))
 
     async def _other(

@@ -57,7 +57,7 @@ class HeldBodies:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Hold so many bytes more; ServingError where there is no room."""
+        """Hold this many bytes more; ServingError where there is no room."""
         if size > self._memory.left:
             raise ServingError(
                 ServingCode.RESOURCE_EXHAUSTED,
@@ -109,7 +109,7 @@ async def read(receive: Receive, limits: Limits, most: int, held: HeldBodies) ->
 
 
 async def drop(receive: Receive, limits: Limits, held: HeldBodies) -> None:
-    """Read a body that nobody wants to its end. Raises LateBody, or ClientLeft."""
+    """Read a body that is not used, to its end. Raises LateBody, or ClientLeft."""
     with contextlib.suppress(ServingError):
         await read(receive, limits, 0, held)
 
@@ -166,7 +166,8 @@ def _inflate(body: bytes, window: int, most: int) -> bytes:
 def accepted_coding(header: bytes) -> bytes:
     """The coding that a client asks for by naming it alone; empty: none.
 
-    Most clients offer several on every request: for tensors, which hardly shrink, that is no wish.
+    Most clients offer several on every request: for tensors, which hardly shrink, that is not a
+    preference.
     """
     coding = header.partition(b";")[0].strip().lower()
     return coding if coding in (b"gzip", b"deflate") else b""

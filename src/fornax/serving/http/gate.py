@@ -24,7 +24,7 @@ class Gate:
     """Refuses requests whose token does not open their path."""
 
     def __init__(self, auth: Auth, admin: Auth | None):
-        """`admin` opens what changes the server; None: whoever may call may change it."""
+        """`admin` opens what changes the server; None: every caller may change it."""
         self._auth = auth
         self._admin = admin
 
@@ -45,9 +45,7 @@ class Gate:
                 "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
             )
         if admin and changes_server(path, scope["method"]) and not admin.admits(header):
-            raise ServingError(
-                ServingCode.PERMISSION_DENIED, f"{path} is open to the admin token alone"
-            )
+            raise ServingError(ServingCode.PERMISSION_DENIED, f"{path} requires the admin token")
 
 
 def path_of(scope: Scope) -> str:

@@ -21,6 +21,7 @@ from fornax.serving.backend import stream_of
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft
 from fornax.serving.http.infer import InferHeaders, ResponseWait, check_room, read_headers
+from fornax.serving.http.request_ids import request_id_of
 from fornax.serving.http.responses import JSON, Headers, failure_response, send_response
 from fornax.serving.http.routing import ServerContext
 from fornax.serving.types import InferRequest, InferResult, TensorMetadata
@@ -71,19 +72,23 @@ class _Generate:
         try:
             head = read_headers(dict(scope["headers"]))
             request = await self._read(head, scope, receive, streams)
+            request.request_id = request_id_of(scope)
             self._running += 1
             try:
                 if streams:
-                    await self._stream(request, head, receive, send)
+                    await self._stream(request, receive, send)
                 else:
-                    await self._whole(request, head, receive, send)
+                    await self._whole(request, receive, send)
             finally:
                 self._running -= 1
         except ClientLeft:
             pass
         except Exception as error:
             if request is None and isinstance(error, ServingError):
-                self._events.tell_refused("http", error.code, str(error), names["model"])
+                self._events.tell_refused(
+                    *("http", error.code, str(error), names["model"]),
+                    request_id=request_id_of(scope),
+                )
             await send_response(send, failure_response(error))
 
     async def _read(
@@ -102,17 +107,13 @@ class _Generate:
             body, head, model, version, self._host, limits, received, streams=streams
         )
 
-    async def _whole(
-        self, request: InferRequest, head: InferHeaders, receive: Receive, send: Send
-    ) -> None:
+    async def _whole(self, request: InferRequest, receive: Receive, send: Send) -> None:
         with ResponseWait(self._host.submit(request), request, receive) as future:
             body = write_generate(await future)
-        await send_response(send, (200, [JSON, *_named(head)], body))
+        await send_response(send, (200, [JSON], body))
 
-    async def _stream(
-        self, request: InferRequest, head: InferHeaders, receive: Receive, send: Send
-    ) -> None:
-        """An event for each piece; what goes wrong before the first is told as of any request."""
+    async def _stream(self, request: InferRequest, receive: Receive, send: Send) -> None:
+        """An event for each piece; errors before the first are answered as those of any request."""
         pieces: asyncio.Queue[InferResult | None] = asyncio.Queue()
         request.pieces = pieces.put_nowait
         begun = False
@@ -121,8 +122,7 @@ class _Generate:
             nonlocal begun
             if not begun:
                 begun = True
-                headers = [*_EVENTS, *_named(head)]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             data = b"data: %b\n\n" % data
             await send({"type": "http.response.body", "body": data, "more_body": not last})
 
@@ -141,12 +141,8 @@ class _Generate:
             await event(failure_response(error)[2], last=True)
 
 
-def _named(head: InferHeaders) -> Headers:
-    return [(b"x-request-id", head.id.encode())] if head.id else []
-
-
 _OWN = frozenset({"model_name", "model_version", "id", "parameters", "done", "error"})
-"""Keys of an answer that are no outputs."""
+"""Keys of an answer that are not outputs."""
 
 
 def read_generate(
@@ -170,10 +166,10 @@ def read_generate(
     given = parse(body)
     name = given.pop("id", head.id)
     if type(name) is not str or len(name) > MAX_NAME:
-        raise refuse(f"id is no string of at most {MAX_NAME} characters")
+        raise refuse(f"id is not a string of at most {MAX_NAME} characters")
     own = object_in("parameters", given.pop("parameters", None))
     if twice := given.keys() & own.keys():
-        raise refuse(f"{min(twice)[:80]!r} is there twice, also under parameters; send it once")
+        raise refuse(f"{min(twice)[:80]!r} is given twice, also under parameters; send it once")
     given |= own
     model, function = function_of(model, _function(given))
     asked = f"{model}:{function}" if function else model
@@ -199,7 +195,7 @@ def read_generate(
 
 
 def _function(given: Mapping[str, object]) -> str:
-    """What parameter `function` names; what is no name is refused with the other parameters."""
+    """What parameter `function` names; what is not a name is refused with the other parameters."""
     function = given.get("function", "")
     return function if isinstance(function, str) else ""
 

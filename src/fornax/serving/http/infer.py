@@ -14,6 +14,7 @@ from fornax.serving.access import Limits
 from fornax.serving.events import Events
 from fornax.serving.http import bodies
 from fornax.serving.http.bodies import ClientLeft, HeldBodies
+from fornax.serving.http.request_ids import request_id_of
 from fornax.serving.http.responses import (
     JSON,
     Headers,
@@ -57,10 +58,10 @@ class InferHeaders(NamedTuple):
 
 
 def read_headers(headers: Mapping[bytes, bytes]) -> InferHeaders:
-    """Read them; ServingError for a size of the JSON that is no number."""
+    """Read them; ServingError for a size of the JSON that is not a number."""
     size = headers.get(b"inference-header-content-length")
     if size is not None and _SIZE.fullmatch(size) is None:
-        raise refuse("Inference-Header-Content-Length is no number of bytes")
+        raise refuse("Inference-Header-Content-Length is not a number of bytes")
     name = headers.get(b"x-request-id", b"")
     return InferHeaders(
         None if size is None else int(size),
@@ -109,7 +110,7 @@ class ResponseWait:
         self._watch_timer.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        self._future.cancel()  # of use where its result could not be sent
+        self._future.cancel()  # useful where its result could not be sent
         if self._timer is not None:
             self._timer.cancel()
         if isinstance(error, asyncio.CancelledError):
@@ -174,13 +175,16 @@ class Inference:
             check_room(self._running, self._limits)
             request, outputs = self._decoder.decode(body, head.json_size, model, version, received)
             request.id = request.id or head.id
+            request.request_id = request_id_of(scope)
             request.trace = head.trace
             response = await self._answer(request, outputs, head, receive)
         except (bodies.LateBody, ClientLeft):
             raise
         except Exception as error:
             if request is None and isinstance(error, ServingError):
-                self._events.tell_refused("http", error.code, str(error), model)
+                self._events.tell_refused(
+                    "http", error.code, str(error), model, request_id=request_id_of(scope)
+                )
             response = failure_response(error)
         await send_response(send, response)
 
@@ -223,8 +227,6 @@ async def _response(head: InferHeaders, text: bytes, binary: list[Raw]) -> Respo
     headers: Headers = [JSON]
     if binary:
         headers = [_BINARY, (b"inference-header-content-length", b"%d" % len(text))]
-    if head.id:
-        headers.append((b"x-request-id", head.id.encode()))
     body = b"".join([text, *binary])
     if head.accepted:
         body = await bodies.deflate(body, head.accepted)

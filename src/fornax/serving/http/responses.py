@@ -32,7 +32,7 @@ def json_response(document: object, status: int = 200) -> Response:
 
 def error_body(message: str) -> bytes:
     """`{"error": message}`."""
-    # Names in a message come from clients, and may hold what is no Unicode.
+    # Names in a message come from clients, and may hold what is not Unicode.
     text = message.encode("utf-8", "backslashreplace").decode()
     return orjson.dumps({"error": " ".join(text.split())})
 

@@ -25,7 +25,7 @@ __all__ = ["Context", "DocumentedRoute", "ServerContext", "failures", "install_e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerContext:
-    """What the routes stand on."""
+    """What the routes are built on."""
 
     host: "Host"
     limits: Limits
@@ -42,7 +42,7 @@ async def _context(request: Request) -> ServerContext:
 Context = Annotated[ServerContext, Depends(_context)]
 
 _MEANINGS = {
-    400: "The request is not one that can be honoured.",
+    400: "The request is not one that is supported.",
     401: "The token is missing or wrong.",
     403: "The call is the administrator's.",
     404: "There is no such model, version, function or path.",
@@ -84,7 +84,7 @@ class _JsonRequest(Request):
         try:
             return orjson.loads(await self.body())
         except orjson.JSONDecodeError as error:
-            raise HTTPException(400, f"the body is no JSON: {error}") from None
+            raise HTTPException(400, f"the body is not JSON: {error}") from None
 
 
 class DocumentedRoute(APIRoute):

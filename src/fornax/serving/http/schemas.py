@@ -36,7 +36,7 @@ class _Body(BaseModel):
 class ErrorAnswer(BaseModel):
     """Why a call failed."""
 
-    error: str = Field(description="What was wrong, what is allowed, how to mend it.")
+    error: str = Field(description="What was wrong, what is allowed, how to fix it.")
 
 
 class Empty(BaseModel):
@@ -303,7 +303,7 @@ class GenerateBody(BaseModel):
     id: str | None = None
     parameters: dict[str, object] | None = Field(
         None,
-        description="`max_tokens`, `temperature` and the like; inputs may stand here as well. "
+        description="such as `max_tokens` and `temperature`; inputs may be here as well. "
         "`timeout` in microseconds, `priority` (1 goes first), `function`.",
     )
 

@@ -50,7 +50,7 @@ class Copies:
         self._news: list[StateChange] = []
 
     async def ended(self, seconds: float) -> None:
-        """Wait for all that is under way, and so long at most for what is drained."""
+        """Wait for all that is under way, and this long at most for what is drained."""
         while self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=seconds + _LAST_SECONDS)
             for task in late:

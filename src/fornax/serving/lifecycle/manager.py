@@ -75,7 +75,7 @@ class Manager:
 
     Reconciling a model makes a plan of what its folder looks like, starts the loads that it asks
     for and retires what they have replaced. Models are reconciled one after another; loads and
-    drains go on beside that, and each ends by asking for it again.
+    drains continue beside that, and each ends by asking for it again.
 
     Args:
       root: The repository.
@@ -123,7 +123,7 @@ class Manager:
         return self._reader.root
 
     async def start(self) -> None:
-        """Look at the repository, begin to load what it holds, and go on watching it.
+        """Look at the repository, begin to load what it holds, and continue watching it.
 
         Raises:
           ServingError: the repository cannot be read.
@@ -202,14 +202,14 @@ class Manager:
         model = self.models.get(name)
         before = "" if model is None else model.folder.problem
         if folder is not None and folder.problem not in ("", before):
-            _log.error("%s: %s; what it serves goes on as it was", name, folder.problem)
+            _log.error("%s: %s; what it serves is unchanged", name, folder.problem)
         if model is not None:
             model.see(folder)
         elif folder is not None:
             self.models[name] = Model(folder, follows_policy=self._follow(name))
 
     async def reconcile(self, model: Model) -> None:
-        """Plan anew and begin what the plan asks for, the lock held."""
+        """Plan again and begin what the plan asks for, the lock held."""
         model.reconciling, model.due = model.due, False
         try:
             if self._copies.closing:
@@ -224,7 +224,7 @@ class Manager:
         self._settle(model)
 
     def _settle(self, model: Model) -> None:
-        """Switch to what is ready and let go what it replaced: one step, no request between."""
+        """Switch to what is ready and release what it replaced: one step, no request between."""
         model.reroute()
         retired = model.to_retire()
         for instance in retired:

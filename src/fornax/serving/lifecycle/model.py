@@ -130,7 +130,7 @@ class Model:
         """Copies that the plan has no use for, once what replaces them is ready.
 
         While a wanted version is on its way, or none of those selected could be loaded, the ones
-        that served before go on.
+        that served before continue.
         """
         plan = self.plan
         picked = [v for v in plan.choice.selected if v in plan.wanted]
@@ -143,7 +143,7 @@ class Model:
         return [each for each in unwanted if (settled and replaced) or each.version in self.stopped]
 
     def reroute(self) -> None:
-        """Make the routes anew from what is ready; call after every change."""
+        """Make the routes again from what is ready; call after every change."""
         choice = self.plan.choice
         ready = {v: each for v, each in self.serving.items() if v not in self.stopped}
         default = next((v for v in choice.selected if v in ready), None)
@@ -190,7 +190,7 @@ class Model:
             )
         if self.default.version == shadow.version:
             return (
-                "serving.yaml names it under shadow, but it goes on answering, for there is no "
+                "serving.yaml names it under shadow, but it still answers, as there is no "
                 f"other version that could; {_BESIDE}"
             )
         return ""
@@ -289,7 +289,7 @@ class Model:
         if version in self.serving and version not in self.stopped:
             state = State.READY
             if reason:
-                reason = f"the copy in memory goes on; of the one in the repository: {reason}"
+                reason = f"the copy in memory stays; of the one in the repository: {reason}"
             elif self.settings.shadow is not None and version == self.settings.shadow.version:
                 reason = self.shadow_problem()
         elif version in self.loading or (version in self.failures and self.deciding):
@@ -326,7 +326,7 @@ class Model:
         if settings is None:
             text = f"{self.name} has no shadow; put shadow: {{version: N}} into its serving.yaml"
         elif problem := self.shadow_problem():
-            text = f"version {settings.version} of {self.name} is no shadow: {problem}"
+            text = f"version {settings.version} of {self.name} is not a shadow: {problem}"
         else:
             reason = self.reason(settings.version) or "none answers beside it"
             text = f"version {settings.version}, the shadow of {self.name}, is not ready: {reason}"

@@ -117,7 +117,7 @@ class Plan:
     loads: tuple[Source, ...] = ()
     """What to load now: new versions, and those whose files or settings changed."""
     barren: bool = True
-    """Whether there is nothing to pick from; else what served before goes on till one loads."""
+    """Whether there is nothing to pick from; else what served before stays until one loads."""
     waiting: Mapping[int, str] = dataclasses.field(default_factory=dict)
     """Wanted versions whose folders are not complete, and what they lack."""
     bundles: Mapping[int, Bundle] = dataclasses.field(default_factory=dict)

@@ -54,7 +54,7 @@ def difference(
         off, size = np.abs(b - a), np.abs(a)
         largest = float(off.max())
         if not math.isfinite(largest):
-            # Equal infinities and a NaN in both are no difference; in one of them they are all.
+            # Equal infinities and a NaN in both are not a difference; in one of them they are all.
             off[(a == b) | (np.isnan(a) & np.isnan(b))] = 0.0
             off[np.isnan(off)] = math.inf
             largest = float(off.max())
@@ -75,7 +75,7 @@ def difference(
 
 
 def _argmax(a: np.ndarray, b: np.ndarray) -> tuple[int, int]:
-    """Rows along the last dimension, and those whose largest elements stand at other places."""
+    """Rows along the last dimension, and those whose largest elements are at other places."""
     if a.ndim < 2 or a.shape[-1] < 2:
         return 0, 0
     a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
@@ -142,7 +142,7 @@ class Percentiles:
         self._sum += nanoseconds
 
     def quantile(self, share: float) -> float:
-        """Microseconds under which so many of the durations are, within a tenth; 0 for none."""
+        """Microseconds under which this many of the durations are, within a tenth; 0 for none."""
         left = share * self._number
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]
@@ -173,7 +173,7 @@ class Shadowing:
     """A main version and its shadow, while both are ready.
 
     A request is copied after the main answer is out, and only while fewer copies than the limit
-    are under way: the main answer waits for nothing here.
+    are under way: the main answer does not wait here.
     """
 
     def __init__(self, name: str, main: Instance, shadow: Instance, settings: Shadow):
@@ -224,6 +224,7 @@ class Shadowing:
             id=request.id,
             outputs=request.outputs,
             parameters=request.parameters,
+            request_id=request.request_id,
         )
         # By then the main answer's own callbacks have run: it is out before the copy goes in.
         loop = asyncio.get_running_loop()

@@ -55,7 +55,7 @@ Loader = Callable[[Source], Awaitable[ServableLike]]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Instance:
-    """One copy of a version in memory. A version that is loaded anew has two for a moment."""
+    """One copy of a version in memory. A version that is reloaded has two for a moment."""
 
     source: Source
     servable: ServableLike

@@ -1,4 +1,4 @@
-"""The repository: folders of models and their versions, read without trusting what lies there."""
+"""The repository: folders of models and their versions, read without trusting what is there."""
 
 from fornax.serving.repository.files import (
     PIN_FILE,

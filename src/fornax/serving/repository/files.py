@@ -27,11 +27,11 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,18}\Z")
 
 
 def name_problem(name: str) -> str:
-    """Why this is no name of a model; empty when it is one."""
+    """Why this is not a name of a model; empty when it is one."""
     if _NAME.match(name):
         return ""
     return (
-        f"{printable(name)} is no model name; use up to 128 letters, digits, _ . and -, "
+        f"{printable(name)} is not a model name; use up to 128 letters, digits, _ . and -, "
         "beginning with a letter, a digit or _"
     )
 
@@ -61,7 +61,7 @@ def read_small(root: Path, path: Path, limit: int) -> bytes:
 
     Raises:
       FileNotFoundError: there is none.
-      ServingError: it leads out of the repository, is no regular file, or is over `limit` bytes.
+      ServingError: it leads out of the repository, is not a regular file, or is over `limit` bytes.
       OSError: it cannot be read.
     """
     real = inside(root, path)
@@ -72,7 +72,7 @@ def read_small(root: Path, path: Path, limit: int) -> bytes:
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _refused(f"{path} is no regular file; put a file there")
+            raise _refused(f"{path} is not a regular file; put a file there")
         content = file.read(limit + 1)
     if len(content) > limit:
         raise _refused(f"{path} has over {limit} bytes, more than such a file may have")
@@ -105,7 +105,7 @@ def read_pin(root: Path, folder: Path) -> int | None:
     if number is None:
         raise ServingError(
             ServingCode.FAILED_PRECONDITION,
-            f'{path} does not name a version; it reads {{"version": "3"}}. Mend or remove it',
+            f'{path} does not name a version; it reads {{"version": "3"}}. Fix or remove it',
         )
     return number
 

@@ -44,7 +44,7 @@ class ModelFolder:
     """Folders that can be no version, and why."""
     pin: int | None = None
     problem: str = ""
-    """What is wrong with the model as a whole; then nothing about it changes until it is mended."""
+    """What is wrong with the model as a whole; then nothing about it changes until it is fixed."""
 
 
 def scan(root: Path, types: frozenset[str] = frozenset()) -> dict[str, ModelFolder]:
@@ -222,7 +222,7 @@ def _waiting(root: Path, folder: Path, found: dict[str, tuple[int, int, int]]) -
     except OSError as error:
         return f"its {MANIFEST} cannot be read: {error}"
     except (ValueError, RecursionError):
-        return f"its {MANIFEST} is not whole yet, or no JSON"
+        return f"its {MANIFEST} is not whole yet, or not JSON"
     lacking = [
         f"{name} has {found[name][0] if name in found else 0} of {size} bytes"
         for name, size in listed.items()

@@ -51,7 +51,7 @@ _DURATIONS = {
 }
 _OF_FUNCTIONS = (
     ("fornax_rows_computed_total", "counter", "bucket_rows", "Rows computed, padding included."),
-    ("fornax_rows_padding_total", "counter", "padded_rows", "Rows computed that nobody asked for."),
+    ("fornax_rows_padding_total", "counter", "padded_rows", "Rows of padding computed."),
     (
         "fornax_elements_computed_total",
         "counter",
@@ -62,7 +62,7 @@ _OF_FUNCTIONS = (
         "fornax_elements_padding_total",
         "counter",
         "padded_elements",
-        "Elements of inputs computed that nobody asked for: rows and ragged tails.",
+        "Elements of padding computed: rows and ragged tails.",
     ),
     ("fornax_requests_running", "gauge", "pending", "Requests accepted and not answered yet."),
     ("fornax_queue_depth", "gauge", "queued", "Requests that wait for a device."),

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TextIO
 
+from fornax.config.background import BackgroundQueue
 from fornax.config.errors import ServingCode, ServingError
-from fornax.serving.events import BackgroundQueue, Outcome, Refusal, StateChange
+from fornax.serving.events import Outcome, Refusal, StateChange
 from fornax.serving.types import InferRequest, InferResult
 
 __all__ = ["AccessLog", "StateLog", "configure_logging"]
@@ -116,6 +117,7 @@ class AccessLog:
         first = next(iter(request.inputs.values()), None)
         line: dict[str, object] = {
             "id": request.id[:_MOST],
+            "request_id": request.request_id,
             "model": request.model[:_MOST],
             "version": request.version[:_MOST],
             "function": request.function[:_MOST],
@@ -143,6 +145,7 @@ class AccessLog:
         """A protocol refused a request."""
         line: dict[str, object] = {
             "id": refusal.id[:_MOST],
+            "request_id": refusal.request_id,
             "model": refusal.model[:_MOST],
             "protocol": refusal.protocol,
             "code": refusal.code.name,

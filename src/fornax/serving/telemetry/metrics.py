@@ -44,7 +44,7 @@ class Metrics:
         self._host, self._memory = host, memory
         self._load_seconds: dict[tuple[str, str], float] = {}
         self.latencies = Latencies()
-        """Its `finished` is to be told of requests."""
+        """Its `finished` is to be notified of requests."""
         host.events.states += [self._changed, self.latencies.changed]
 
     def exposition(self) -> tuple[bytes, str]:

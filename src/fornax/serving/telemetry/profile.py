@@ -1,7 +1,6 @@
 """Profiles of a running server on demand: started and stopped by a request, of bounded length."""
 
 import asyncio
-import datetime
 import json
 import logging
 from pathlib import Path
@@ -11,6 +10,9 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from fornax.config import ServingCode, ServingError
+from fornax.config.errors import ProfileError
+from fornax.mesh.group import Leader
+from fornax.profile import OnDemand
 
 __all__ = ["Profiler"]
 
@@ -19,14 +21,18 @@ _PATH = "/v2/profile"
 
 
 class Profiler:
-    """`POST /v2/profile` starts jax's profiler for some seconds; see XProf for what it writes."""
+    """`POST /v2/profile` captures a profile for some seconds; `fornax profile show` reads it."""
 
-    def __init__(self, folder: Path | None, longest: float):
-        """Profiles go into `folder`; None: every request for one is refused."""
-        self._folder, self._longest = folder, longest
-        self.running: Path | None = None
+    def __init__(self, folder: Path | None, longest: float, leader: Leader | None = None):
+        """Profiles go into `folder`; None: every request for one is refused. `leader` tells the
+        other processes of the server, if there are any."""
+        self._captures = None if folder is None else OnDemand(folder, leader)
+        self._longest = longest
+
+    @property
+    def running(self) -> Path | None:
         """Where the profile that runs goes."""
-        self._ending: asyncio.Task[None] | None = None
+        return None if self._captures is None else self._captures.running
 
     async def start(self, seconds: float) -> Path:
         """Start a profile that ends by itself; returns its folder.
@@ -34,78 +40,49 @@ class Profiler:
         Raises:
           ServingError: profiles are off, one runs already, or it would be too long.
         """
-        if self._folder is None:
-            raise ServingError(
-                ServingCode.FAILED_PRECONDITION,
-                "this server makes no profiles; start it with --profile-dir DIR",
-            )
+        captures = self._enabled()
         if not 0 < seconds <= self._longest:
             raise ServingError(
                 ServingCode.INVALID_ARGUMENT,
                 f"seconds={seconds:g} must be above 0 and at most {self._longest:g}, which is "
                 "profile_max_seconds",
             )
-        if self.running is not None:
-            raise ServingError(
-                ServingCode.FAILED_PRECONDITION,
-                f"a profile runs already, into {self.running}; stop it or wait for its end",
-            )
-        import jax
-
-        now = datetime.datetime.now(datetime.UTC)
-        self.running = self._folder / now.strftime("%Y%m%d-%H%M%S-%f")
         try:
-            # In a thread: the server goes on while the profiler starts.
-            await asyncio.to_thread(jax.profiler.start_trace, str(self.running))
-        except Exception as error:
-            self.running = None
-            raise ServingError(
-                ServingCode.INTERNAL, f"the profiler did not start: {error}"
-            ) from error
-        self._ending = asyncio.create_task(self._end_after(seconds))
-        _log.info("a profile of %g s runs, into %s", seconds, self.running)
-        return self.running
+            # In a thread: the server continues while the profiler starts.
+            folder = await asyncio.to_thread(captures.start, seconds)
+        except ProfileError as error:
+            raise ServingError(ServingCode.FAILED_PRECONDITION, str(error)) from error
+        _log.info("a profile of %g s runs, into %s", seconds, folder)
+        return folder
 
     async def stop(self) -> Path:
         """End the profile that runs; returns its folder.
 
         Raises:
-          ServingError: none runs, or it could not be written.
+          ServingError: profiles are off, none runs, or it could not be written.
         """
-        if self.running is None or self._ending is None:
-            raise ServingError(ServingCode.FAILED_PRECONDITION, "no profile runs; start one")
-        ending, self._ending = self._ending, None
-        ending.cancel()
-        return await self._end()
+        try:
+            folder = await asyncio.to_thread(self._enabled().stop)
+        except ProfileError as error:
+            raise ServingError(ServingCode.FAILED_PRECONDITION, str(error)) from error
+        _log.info("a profile is in %s", folder)
+        return folder
 
     async def close(self) -> None:
         """End what runs, when the server stops."""
-        if self._ending is not None:
-            await self.stop()
+        if self._captures is not None:
+            try:
+                await asyncio.to_thread(self._captures.close)
+            except ProfileError as error:
+                _log.error("%s", error)
 
-    async def _end_after(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._ending = None
-        try:
-            await self._end()
-        except ServingError as error:
-            _log.error("%s", error)
-
-    async def _end(self) -> Path:
-        import jax
-
-        folder = self.running
-        assert folder is not None  # its callers looked
-        try:
-            await asyncio.to_thread(jax.profiler.stop_trace)
-        except Exception as error:
+    def _enabled(self) -> OnDemand:
+        if self._captures is None:
             raise ServingError(
-                ServingCode.INTERNAL, f"the profile could not be written to {folder}: {error}"
-            ) from error
-        finally:
-            self.running = None
-        _log.info("a profile is in %s", folder)
-        return folder
+                ServingCode.FAILED_PRECONDITION,
+                "this server makes no profiles; start it with --profile-dir DIR",
+            )
+        return self._captures
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """`POST /v2/profile` with `{"seconds": 5}` starts one; `{"stop": true}` ends it."""

@@ -54,18 +54,18 @@ def parse(text: bytes) -> dict[str, object]:
     except orjson.JSONDecodeError as error:
         document = _lenient(text, error)
     if type(document) is not dict:
-        raise refuse("the request is no JSON object")
+        raise refuse("the request is not a JSON object")
     return document
 
 
 def _lenient(text: bytes, error: Exception) -> object:
     """JSON with NaN and Infinity as bare words, which several clients write."""
     if b"NaN" not in text and b"Infinity" not in text:
-        raise refuse(f"the request is no JSON: {error}")
+        raise refuse(f"the request is not JSON: {error}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise refuse(f"the request is no JSON: {error}") from None
+        raise refuse(f"the request is not JSON: {error}") from None
 
 
 def object_in(what: str, value: object, *, empty: bool = True) -> dict[str, object]:
@@ -73,7 +73,7 @@ def object_in(what: str, value: object, *, empty: bool = True) -> dict[str, obje
     if value is None and empty:
         return {}
     if type(value) is not dict:
-        raise refuse(f"{what} is no JSON object")
+        raise refuse(f"{what} is not a JSON object")
     return value
 
 
@@ -144,7 +144,7 @@ def _flatten(name: str, shape: Sequence[int], elements: int, data: object) -> li
     if type(data) is not list:
         if len(shape) == 0 and not isinstance(data, dict):
             return [data]
-        raise refuse(f"tensor {name!r}: its data are no list; send a flat or nested list")
+        raise refuse(f"tensor {name!r}: its data are not a list; send a flat or nested list")
     level, depth = data, 0
     while level and type(level[0]) is list:
         depth += 1

@@ -27,7 +27,7 @@ MAX_NAME = 1024
 
 _MICROSECOND = 1e-6
 _LONGEST = 10**15
-"""Microseconds; what is over 30 years is no timeout."""
+"""Microseconds; what is over 30 years is not a timeout."""
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
 
@@ -74,10 +74,10 @@ def common_parameters(parameters: dict[str, object]) -> Common:
     timeout = _integer(parameters, "timeout", _LONGEST)
     function = parameters.pop("function", "")
     if type(function) is not str:
-        raise refuse(f"parameter function={repr(function)[:40]} is no name")
+        raise refuse(f"parameter function={repr(function)[:40]} is not a name")
     binary = parameters.pop("binary_data_output", False)
     if type(binary) is not bool:
-        raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is no truth value")
+        raise refuse(f"parameter binary_data_output={repr(binary)[:40]} is not a truth value")
     return Common(priority, timeout * _MICROSECOND, function, binary, parameters)
 
 
@@ -116,7 +116,7 @@ def shared_span(what: str, parameters: dict[str, object]) -> SharedSpan | None:
     if region is None:
         return None
     if type(region) is not str:
-        raise refuse(f"{what}: shared_memory_region={repr(region)[:40]} is no name")
+        raise refuse(f"{what}: shared_memory_region={repr(region)[:40]} is not a name")
     if "shared_memory_byte_size" not in parameters:
         raise refuse(f"{what} lies in shared memory without shared_memory_byte_size")
     size = _integer(parameters, "shared_memory_byte_size", 2**63, what)
@@ -128,7 +128,7 @@ def _integer(
 ) -> int:
     value = parameters.pop(name, 0)
     if type(value) is not int or not 0 <= value < below:
-        raise refuse(f"{what}: parameter {name}={repr(value)[:40]} is no integer from 0")
+        raise refuse(f"{what}: parameter {name}={repr(value)[:40]} is not an integer from 0")
     return value
 
 
@@ -167,7 +167,7 @@ def output_options(what: str, parameters: dict[str, object], memory: SharedMemor
     """What an output's parameters say; ServingError for one that has no meaning."""
     classes = parameters.pop("classification", 0)
     if type(classes) is not int or not 0 <= classes < 2**31:
-        raise refuse(f"{what}: classification={repr(classes)[:40]} is no number of classes")
+        raise refuse(f"{what}: classification={repr(classes)[:40]} is not a number of classes")
     span = shared_span(what, parameters)
     none_left(what, parameters)
     if span is not None and classes:
@@ -177,7 +177,7 @@ def output_options(what: str, parameters: dict[str, object], memory: SharedMemor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """How the client wants one output."""
+    """How the client asks for one output."""
 
     name: str
     binary: bool
@@ -186,7 +186,7 @@ class RequestedOutput:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestedOutputs:
-    """How the client wants the answer."""
+    """How the client asks for the answer."""
 
     binary: bool
     """For all outputs, where none is named."""

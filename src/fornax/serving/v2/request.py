@@ -76,7 +76,7 @@ class Decoder:
     """Reads requests; of one event loop.
 
     Clients send the same text again and again with other tensors behind it. What it says is
-    remembered: reading it anew is a seventh of what a small request costs.
+    remembered: reading it again is a seventh of what a small request costs.
     """
 
     def __init__(self, limits: Limits, shared_memory: SharedMemory):
@@ -105,7 +105,7 @@ class Decoder:
             text = body[:header]
         else:
             raise refuse(
-                f"Inference-Header-Content-Length: {header} is no size of JSON in a body of "
+                f"Inference-Header-Content-Length: {header} is not a size of JSON in a body of "
                 f"{len(body)} bytes"
             )
         plan = self._plan(text)
@@ -143,7 +143,7 @@ class Decoder:
         only_known("the request", document, _KEYS)
         name = document.get("id", "")
         if type(name) is not str or len(name) > MAX_NAME:
-            raise refuse(f"id is no string of at most {MAX_NAME} characters")
+            raise refuse(f"id is not a string of at most {MAX_NAME} characters")
         common = common_parameters(
             object_in("the request's parameters", document.get("parameters"))
         )
@@ -192,7 +192,7 @@ class Decoder:
         if value is None:
             return []
         if type(value) is not list:
-            raise refuse(f"{what} is no list")
+            raise refuse(f"{what} is not a list")
         if len(value) > self._limits.max_tensors:
             raise refuse(
                 f"{what} has {len(value)} tensors; this server takes {self._limits.max_tensors}"
@@ -229,7 +229,7 @@ class Decoder:
             array = from_json(name, datatype, shape, document["data"])
             return _Input(name, datatype, shape, array=array)
         if type(size) is not int or size < 0:
-            raise refuse(f"input {name!r}: binary_data_size={repr(size)[:40]} is no size")
+            raise refuse(f"input {name!r}: binary_data_size={repr(size)[:40]} is not a size")
         self._fits(name, size)
         fixed = datatype not in ("BYTES", "BOOL") and elements > 0
         if fixed and size != elements * dtype.itemsize:

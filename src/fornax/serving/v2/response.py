@@ -76,7 +76,7 @@ def classify(name: str, array: np.ndarray, classes: int) -> np.ndarray:
     Raises ServingError for an output without numbers.
     """
     if array.dtype.kind not in "iufV" or array.ndim == 0:
-        raise refuse(f"output {name!r} is no row of numbers; parameter classification wants one")
+        raise refuse(f"output {name!r} is not a row of numbers; parameter classification needs one")
     # Negated so that ties keep their order; NaN comes last.
     order = np.argsort(-array.astype(np.float64), axis=-1, kind="stable")[..., :classes]
     values = np.take_along_axis(array, order, axis=-1).astype(np.float64)

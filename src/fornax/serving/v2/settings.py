@@ -42,7 +42,7 @@ def update_log_settings(changes: Mapping[str, object]) -> LogSettings:
     settings = log_settings()
     for name, value in changes.items():
         if name not in settings:
-            raise refuse(f"{name[:80]!r} is no setting of the log; it has {', '.join(settings)}")
+            raise refuse(f"{name[:80]!r} is not a setting of the log; it has {', '.join(settings)}")
         if name in _FIXED:
             if value not in (settings[name], None):
                 raise ServingError(
@@ -51,10 +51,10 @@ def update_log_settings(changes: Mapping[str, object]) -> LogSettings:
                 )
         elif name == "log_verbose_level":
             if type(value) is not int or not 0 <= value < 2**32:
-                raise refuse(f"log_verbose_level={repr(value)[:40]} is no integer from 0")
+                raise refuse(f"log_verbose_level={repr(value)[:40]} is not an integer from 0")
             settings[name] = value
         elif type(value) is not bool:
-            raise refuse(f"{name}={repr(value)[:40]} is no truth value")
+            raise refuse(f"{name}={repr(value)[:40]} is not a truth value")
         else:
             settings[name] = value
     wanted = [bool(settings[name]) for name in _LEVELS]
@@ -89,7 +89,7 @@ def update_trace_settings(changes: Mapping[str, object], sample_rate: float = 0.
     settings = trace_settings(sample_rate)
     for name, value in changes.items():
         if name not in settings:
-            raise refuse(f"{name[:80]!r} is no setting of traces; it has {', '.join(settings)}")
+            raise refuse(f"{name[:80]!r} is not a setting of traces; it has {', '.join(settings)}")
         if value is not None and value != settings[name]:
             raise ServingError(
                 ServingCode.UNIMPLEMENTED,

@@ -99,13 +99,13 @@ class SharedMemory:
     def register(self, name: str, key: str, byte_size: int, offset: int = 0) -> None:
         """Open the object `key` and name `byte_size` bytes of it, from `offset` on, `name`.
 
-        Raises ServingError for a key that is no name of shared memory, that is not there or may
+        Raises ServingError for a key that is not a name of shared memory, that is not there or may
         not be opened, for a span outside of it, and for a name that is taken.
         """
         self._admit(name, key)
         for what, value in (("byte_size", byte_size), ("offset", offset)):
             if type(value) is not int or not 0 <= value < 2**63:
-                raise refuse(f"{what}={value!r} is no size; it is an integer from 0")
+                raise refuse(f"{what}={value!r} is not a size; it is an integer from 0")
         if byte_size == 0:
             raise refuse("byte_size=0 names no memory; register at least 1 byte")
         descriptor = self._open(key)
@@ -150,7 +150,7 @@ class SharedMemory:
         bare = key.removeprefix("/") if isinstance(key, str) else ""
         plain = bare.isprintable() and "/" not in bare and bare not in ("", ".", "..")
         if not plain or len(os.fsencode(bare)) > _MAX_NAME or bare.startswith("sem."):
-            raise refuse(f"key {key!r} is no name of shared memory; it is like '/name'")
+            raise refuse(f"key {key!r} is not a name of shared memory; it is like '/name'")
         try:
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             descriptor = os.open(self._folder / bare, flags)
@@ -158,7 +158,7 @@ class SharedMemory:
             raise refuse(f"shared memory {key!r} cannot be opened: {error.strerror}") from None
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
-            raise refuse(f"shared memory {key!r} cannot be opened: it is no plain object")
+            raise refuse(f"shared memory {key!r} cannot be opened: it is not a plain object")
         return descriptor
 
     def get(self, name: object) -> Region:
@@ -173,7 +173,7 @@ class SharedMemory:
         return [self.get(name)] if name else list(self._regions.values())
 
     def unregister(self, name: str = "") -> None:
-        """Forget one region, or all; one that is not registered is no error."""
+        """Forget one region, or all; one that is not registered is not an error."""
         for gone in [name] if name else list(self._regions):
             region = self._regions.pop(gone, None)
             if region is not None:

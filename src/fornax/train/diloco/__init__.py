@@ -1,4 +1,5 @@
-"""DiLoCo: slices train apart and exchange the changes of their parameters every so many steps."""
+"""DiLoCo: slices train apart and exchange the changes of their parameters at a fixed interval of
+steps."""
 
 from fornax.train.diloco.codec import ExchangeDtype, decode, encode, row_bytes
 from fornax.train.diloco.config import DilocoConfig

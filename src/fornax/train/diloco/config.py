@@ -24,10 +24,10 @@ class DilocoConfig:
     """Parts that the parameters are exchanged in, one after the other: layer l belongs to fragment
     l modulo their number, all else to the smallest."""
     fragment_sync_delay: int = 0
-    """Inner steps that go on while a fragment is exchanged; less than `sync_every` /
+    """Inner steps that continue while a fragment is exchanged; less than `sync_every` /
     `num_fragments`."""
     fragment_update_alpha: float = 0.0
-    """Share of a slice's own parameters in what it goes on with after an exchange; 0 takes the
+    """Share of a slice's own parameters in what it continues with after an exchange; 0 takes the
     common ones. With a delay, some keeps what was learned meanwhile."""
     exchange_dtype: ExchangeDtype = "float32"
     """How the changes are sent: float32, bfloat16, int8, or e3m0 (4 bits), the last two with a
@@ -49,7 +49,7 @@ class DilocoConfig:
             )
         if self.sync_every % self.num_fragments:
             raise ConfigError(
-                f"sync_every={self.sync_every} is no multiple of num_fragments="
+                f"sync_every={self.sync_every} is not a multiple of num_fragments="
                 f"{self.num_fragments}: fragments are exchanged at equal distances"
             )
         if not 0 <= self.fragment_sync_delay < self.spacing:

@@ -17,7 +17,7 @@ __all__ = ["Fragment", "Part", "make_fragments"]
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of one array: all of it, or every so many of its layers."""
+    """Of one array: all of it, or every n-th of its layers."""
 
     leaf: int
     """Which array."""

@@ -70,7 +70,7 @@ class Link:
         self._socket: socket.socket | None = None
 
     def join(self, steps: list[int], same: Mapping[str, str]) -> int | None:
-        """Connect, anew if need be, and ask for a place.
+        """Connect, repeatedly if need be, and ask for a place.
 
         Args:
           steps: checkpoints that the slice could begin at, 0 for the beginning.

@@ -54,7 +54,7 @@ class OuterOptimizer:
 
         Args:
           config: what the user said.
-          parts: of the inner step: the model, its mesh, and where its parameters lie.
+          parts: of the inner step: the model, its mesh, and where its parameters are.
           params: the trained parameters, or their shapes, nested dicts.
 
         Raises:
@@ -149,7 +149,7 @@ class OuterOptimizer:
           gathered: uint8 [S, R, W], what each slice sent; anything that decodes to finite numbers
             for one that sent nothing.
           weights: float32 [S]: 1 for the slices that took part, 0 for the others.
-          alpha: the share of this slice's own parameters in what it goes on with.
+          alpha: the share of this slice's own parameters in what it continues with.
 
         Returns:
           The state and this slice's parameters, after it.

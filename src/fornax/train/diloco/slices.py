@@ -108,7 +108,7 @@ def slice_run(config: TrainerConfig) -> SliceRun | None:
     """This process's slice; None for a run that is not divided into slices.
 
     Raises:
-      ConfigError: when the config speaks of slices and the environment does not, or the other way.
+      ConfigError: when the config has slices and the environment does not, or the other way.
     """
     place = find_slice()
     diloco = config.diloco if isinstance(config, TrainConfig) else None

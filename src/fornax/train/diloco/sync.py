@@ -41,7 +41,7 @@ class _Flight:
 
 
 class SliceSync:
-    """The outer loop of one process; `outer` and the train state it is given stand at one step."""
+    """The outer loop of one process; `outer` and the train state it is given are at one step."""
 
     def __init__(self, config: DilocoConfig, optimizer: OuterOptimizer, link: Link) -> None:
         """Exchange nothing yet.
@@ -118,7 +118,7 @@ class SliceSync:
             the same parameters.
 
         Returns:
-          The state and the step to go on from: later ones where this slice had been left out and
+          The state and the step to resume from: later ones where this slice had been left out and
           caught up.
         """
         self.numbers = {}
@@ -155,7 +155,8 @@ class SliceSync:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _launch(self, step: int, number: int, delay: int, state: TrainState) -> None:
-        """Begin to exchange a fragment; the copy to the host and the sending go on beside steps."""
+        """Begin to exchange a fragment; the copy to the host and the sending continue beside
+        steps."""
         rows = self._optimizer.contribution(self.outer, state.params, number)
         jax.block_until_ready(rows)  # steps give up the parameters that it is made of
         round_ = step * self._config.num_fragments + number
@@ -211,7 +212,7 @@ class SliceSync:
         return gathered, jnp.asarray(weights)
 
     def _rejoin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        """After the others went on without this slice: take over from them.
+        """After the others continued without this slice: take over from them.
 
         Raises:
           LinkError: when none of them trains any more: all begin again, from checkpoints.

@@ -5,8 +5,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fornax.train.report.page import Section
-from fornax.train.report.plots import grid, lines, series, thin
+from fornax.pages import Section, grid, lines, series, thin
 
 __all__ = ["experts_section"]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fornax.config.jsonl import read_json_lines
-from fornax.train.report.page import Section, fill
+from fornax.pages import Section, fill
 
 __all__ = ["samples_section"]
 
@@ -38,7 +38,11 @@ def samples_section(file: Path) -> Section | None:
         "what the model wrote is coloured; beside the reward stand its parts, before their "
         "weights.",
         body=fill(
-            "samples.html.j2", steps=steps, orders=_ORDERS, cards=[_card(each) for each in chosen]
+            "samples.html.j2",
+            package="fornax.train.report",
+            steps=steps,
+            orders=_ORDERS,
+            cards=[_card(each) for each in chosen],
         ),
     )
 

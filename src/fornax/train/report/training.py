@@ -8,16 +8,15 @@ from markupsafe import Markup, escape
 
 from fornax.config.errors import ConfigError
 from fornax.config.goodput import Goodput, summarise
+from fornax.pages import Section, bars, lines, render, series, table, thin
 from fornax.train.metrics import read_metrics
 from fornax.train.report.experts import experts_section
-from fornax.train.report.page import Section, render, table
-from fornax.train.report.plots import bars, lines, series, thin
 from fornax.train.report.samples import samples_section
 from fornax.train.report.tuning import tuning_figures, tuning_section
 from fornax.train.run_dir import RunDirectory
 from fornax.train.skip_list import SkipList
 
-__all__ = ["duration", "training_sections", "write"]
+__all__ = ["cost_line", "duration", "training_sections", "write"]
 
 _NAMES = {
     "initialise": "start up",
@@ -29,9 +28,10 @@ _NAMES = {
     "restore": "restore",
     "evaluate": "evaluate",
     "exchange": "exchange with other slices",
+    "profile": "capture profiles",
     "spikes": "lost to loss spikes",
     "detection": "notice faults",
-    "recovery": "form the group anew",
+    "recovery": "form a new group",
     "waiting": "wait for hosts",
     "lost": "lost to faults",
     "other": "end",
@@ -56,9 +56,11 @@ def _curves(records: Sequence[Mapping[str, object]]) -> Markup:
         ("train", *thin(*series(records, "loss"))),
         ("held out", *thin(*series(records, "eval/loss"))),
     ]
-    rewarded = any(name.startswith("reward") for name in records[-1])
+    last = records[-1]
+    rewarded = any(name.startswith("reward") for name in last)
+    of_tokens = "images" not in last and not rewarded
     pictures = [
-        lines("Loss", loss, unit="" if rewarded else "nats a token"),
+        lines("Loss", loss, unit="nats per token" if of_tokens else ""),
         lines("Learning rate", [("", *thin(*series(records, "learning_rate")))], from_zero=True),
         lines("Gradient norm", [("", *thin(*series(records, "grad_norm")))], log=True),
     ]
@@ -74,7 +76,41 @@ def _curves(records: Sequence[Mapping[str, object]]) -> Markup:
     return Markup('<div class="plots">') + Markup("").join(pictures) + Markup("</div>")
 
 
-def _time_section(goodput: Goodput) -> Section:
+_COUNTED = {
+    "tokens": (1e6, "million tokens"),
+    "trained_tokens": (1e6, "million trained tokens"),
+    "images": (1e3, "thousand images"),
+    "completions": (1e3, "thousand completions"),
+}
+"""What a run counts, by its name in the metrics, and in which amounts that is paid for."""
+
+
+def cost_line(run_dir: str | Path) -> str | None:
+    """What a run cost so far, in a sentence; None where it was given no price."""
+    run = RunDirectory(run_dir)
+    cost = _cost(summarise(run.goodput), read_metrics(run.metrics))
+    return None if cost is None else f"cost: {cost}"
+
+
+def _cost(goodput: Goodput, records: Sequence[Mapping[str, object]]) -> str | None:
+    price, cost, chip_seconds = goodput.price, goodput.cost, goodput.chip_seconds
+    if price is None or cost is None or chip_seconds is None:
+        return None
+    unit = price.currency
+    text = (
+        f"{cost:,.4g} {unit}, for {chip_seconds / 3600:,.4g} chip-hours at "
+        f"{price.chip_hour:g} {unit}"
+    )
+    last = records[-1] if records else {}
+    for name, (amount, words) in _COUNTED.items():
+        count = last.get(name)
+        if isinstance(count, int | float) and count > 0:
+            text += f"; {cost / count * amount:,.4g} {unit} per {words}"
+            break
+    return f"{text}; {100 * (1 - goodput.goodput):.0f} % of it outside the steps that were kept"
+
+
+def _time_section(goodput: Goodput, records: Sequence[Mapping[str, object]]) -> Section:
     spent = [(c, s) for c, s in goodput.seconds.items() if s >= 0.005]
     spent.sort(key=lambda item: -item[1])
     picture = bars(
@@ -85,11 +121,13 @@ def _time_section(goodput: Goodput) -> Section:
     )
     wall = goodput.wall_seconds or 1.0
     rows = [(_NAMES.get(c, c), f"{s:.1f}", f"{100 * s / wall:.1f} %") for c, s in spent]
+    cost = _cost(goodput, records)
     starts = "start" if goodput.attempts == 1 else "starts"
     return Section(
         title="Where the time went",
         lead=f"{100 * goodput.goodput:.0f} % of {duration(goodput.wall_seconds)} went into steps "
-        f"that were kept; {goodput.attempts} {starts} of the process.",
+        f"that were kept; {goodput.attempts} {starts} of the process."
+        + (f" Cost: {cost}." if cost else ""),
         body=picture + table(("stage", "seconds", "share"), rows),
     )
 
@@ -152,7 +190,7 @@ def training_sections(run: RunDirectory) -> list[Section]:
             )
             if section
         ),
-        _time_section(summarise(run.goodput)),
+        _time_section(summarise(run.goodput), records),
         Section(
             title="Config",
             lead="The resolved config; it loads back as it stands.",
@@ -174,6 +212,8 @@ def _figures(run: RunDirectory) -> list[tuple[str, str]]:
     goodput = summarise(run.goodput)
     figures.append(("wall time", duration(goodput.wall_seconds)))
     figures.append(("goodput", f"{100 * goodput.goodput:.0f} %"))
+    if goodput.cost is not None and goodput.price is not None:
+        figures.append(("cost", f"{goodput.cost:,.4g} {goodput.price.currency}"))
     return figures
 
 

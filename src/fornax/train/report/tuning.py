@@ -6,8 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fornax.train.report.page import Section
-from fornax.train.report.plots import lines, series, thin
+from fornax.pages import Section, lines, series, thin
 
 __all__ = ["tuning_figures", "tuning_section"]
 
@@ -39,9 +38,9 @@ _PICTURES = (
             ("from the policy of the round", "approx_kl"),
             ("sampler and trainer", "mismatch_kl"),
         ),
-        unit="nats a token",
+        unit="nats per token",
     ),
-    Picture(title="Entropy", curves=(("", "entropy"),), unit="nats a token", from_zero=True),
+    Picture(title="Entropy", curves=(("", "entropy"),), unit="nats per token", from_zero=True),
     Picture(title="Importance ratio", curves=(("mean", "ratio_mean"), ("largest", "ratio_max"))),
     Picture(
         title="Clipped tokens",
@@ -99,11 +98,11 @@ _PICTURES = (
         curves=(("chosen", "logps_chosen"), ("rejected", "logps_rejected")),
         unit="nats",
     ),
-    Picture(title="Likelihood lost by completions", curves=(("", "drift"),), unit="nats a token"),
+    Picture(title="Likelihood lost by completions", curves=(("", "drift"),), unit="nats per token"),
     Picture(
         title="Divergence from the teacher",
         curves=(("train", "divergence"), ("held out", "eval/divergence")),
-        unit="nats a token",
+        unit="nats per token",
     ),
     Picture(
         title="Tokens that teacher and student like best",

@@ -20,10 +20,18 @@ from fornax.data.remote import find_workers
 from fornax.kernels import linear_cross_entropy
 from fornax.mesh import Rules
 from fornax.mesh.hosts import most
-from fornax.models import Decoder, DecoderConfig, PipelineConfig, Remat, flops_per_token
+from fornax.models import (
+    Decoder,
+    DecoderConfig,
+    PipelineConfig,
+    Remat,
+    abstract_decoder,
+    flops_per_token,
+)
+from fornax.quant import check_training, plan_qat
 from fornax.train.config import TrainConfig
 from fornax.train.routing import settle_routing, with_routing
-from fornax.train.task import Batch, Batches, Hosts, Loss, Task
+from fornax.train.task import Batch, Batches, Hosts, Loss, Task, in_eight_bits
 from fornax.train.weights import load_decoder
 
 __all__ = ["next_token_loss", "pretrain_task", "row_shapes"]
@@ -41,6 +49,7 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
     if model is None:
         raise ValueError("resolve config.model from init_from before making the task")
 
+    check_training(config.quant, model, config.mesh)
     if read_data:
         check_vocabulary(config.data, model)
     per_byte = tokens_per_byte(config.data) if read_data else None
@@ -56,7 +65,6 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
     remat = config.resolved_remat()
 
     def loss(decoder: Any, batch: Batch, key: jax.Array) -> Loss:
-        del key
         return next_token_loss(
             decoder,
             batch,
@@ -89,7 +97,7 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
             mtp=config.mtp_weight is not None,
         )
 
-    return Task(
+    task: Task[Any] = Task(
         build=build,
         loss=loss,
         evaluate=lambda decoder, batch: next_token_loss(
@@ -106,7 +114,9 @@ def pretrain_task(config: TrainConfig, *, read_data: bool = True) -> Task:
         pretrained=None if config.init_from is None else pretrained,
         unit="tokens",
         flops_per_unit=flops_per_token(model, config.seq_len),
+        quantizer=plan_qat(abstract_decoder(model), config.quant),
     )
+    return in_eight_bits(task, config.quant, model, config.seq_len)
 
 
 def row_shapes(config: TrainConfig, hosts: Hosts) -> dict[str, jax.ShapeDtypeStruct]:
@@ -118,7 +128,8 @@ def row_shapes(config: TrainConfig, hosts: Hosts) -> dict[str, jax.ShapeDtypeStr
 
 
 def check_vocabulary(data: DataConfig, model: DecoderConfig) -> None:
-    """Refuse tokens the model has no embedding for: an index beyond an array is no error to XLA.
+    """Refuse tokens the model has no embedding for: an index beyond an array is not an error to
+    XLA.
 
     Raises:
       ConfigError: naming the dataset.
@@ -206,14 +217,15 @@ def next_token_loss(
         x_BTD, ahead, routing = decoder.hidden_ahead(
             *inputs, consecutive=True, remat=remat, disturb=disturb, drop_tokens=balance
         )
-    sums = linear_cross_entropy(
-        x_BTD,
-        decoder.output_weights().astype(x_BTD.dtype),
-        batch["targets"],
-        batch["loss_weights"],
-        z_loss=z_loss,
-        softcap=decoder.config.final_logit_softcap,
-    )
+    with jax.named_scope("loss"):
+        sums = linear_cross_entropy(
+            x_BTD,
+            decoder.output_weights().astype(x_BTD.dtype),
+            batch["targets"],
+            batch["loss_weights"],
+            z_loss=z_loss,
+            softcap=decoder.config.final_logit_softcap,
+        )
     weight = sums.weight_sum
     metrics = {"accuracy": (sums.correct_sum, weight)}
     if z_loss:
@@ -222,7 +234,8 @@ def next_token_loss(
         metrics["cross_entropy"] = (jax.lax.stop_gradient(sums.loss_sum) - sums.z_loss_sum, weight)
     loss = Loss(total=sums.loss_sum, weight=weight, metrics=metrics)
     if mtp_weight is not None:
-        loss = add_further_tokens(loss, decoder, batch, ahead, mtp_weight)
+        with jax.named_scope("mtp_loss"):
+            loss = add_further_tokens(loss, decoder, batch, ahead, mtp_weight)
     return with_routing(loss, decoder, routing, balance=balance)
 
 

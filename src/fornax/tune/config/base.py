@@ -8,6 +8,7 @@ from fornax.config.errors import ConfigError
 from fornax.mesh import check_use
 from fornax.models import Remat, RematPolicy
 from fornax.optim import AdamW, OptimConfig
+from fornax.quant import QuantConfig
 from fornax.train import TrainerConfig, check_mtp_weight
 
 __all__ = ["SFTConfig", "TuneConfig", "recipe"]
@@ -24,6 +25,10 @@ class TuneConfig(TrainerConfig):
 
     harmless: ClassVar[tuple[str, ...]] = ("doctor",)
     """The doctor looks at a run before its first step, and at no other."""
+    without_qat: ClassVar[str] = ""
+    """Why the method has no quantization-aware training; nothing where it has."""
+    without_scheme: ClassVar[str] = ""
+    """Why the method does not train in 8 bits; nothing where it does."""
 
     model: str
     """The model to start from: a Hugging Face directory, its name on the Hub, or a run."""
@@ -56,6 +61,8 @@ class TuneConfig(TrainerConfig):
     frozen unless its targets name them."""
     lora: LoRA | None = None
     """Train adapters and leave the model as it is; null trains all of it."""
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    """Quantization-aware training, or products in 8 bits; of all parameters, without `lora`."""
     template: str | None = None
     """A file with the chat template; null takes the model's own."""
     template_variables: dict[str, bool | int | float | str] = field(default_factory=dict)
@@ -63,7 +70,7 @@ class TuneConfig(TrainerConfig):
     optim: OptimConfig = field(default_factory=lambda: recipe(1e-4))
     """Optimizer, schedule, clipping."""
     doctor: bool = True
-    """Whether the run's foundations are checked before its first step; a run that goes on has
+    """Whether the run's foundations are checked before its first step; a run that is resumed has
     passed already."""
     remat: RematPolicy = "dots"
     """What the backward pass computes again instead of keeping."""
@@ -93,7 +100,24 @@ class TuneConfig(TrainerConfig):
                 f"virtual_shards={shards} does not divide batch_size={self.batch_size}; use one "
                 "that does, or null"
             )
+        self._check_quant()
         self.resolved_remat()
+
+    def _check_quant(self) -> None:
+        for key, value, why, by_adapters in (
+            ("qat", self.quant.qat, self.without_qat, "merged into them they would be rounded"),
+            ("scheme", self.quant.scheme, self.without_scheme, "their own products stay floats"),
+        ):
+            if value is not None and why:
+                raise ConfigError(
+                    f"quant.{key}={value} is not for this method: {why}; leave it out"
+                )
+            if value is not None and self.lora is not None:
+                raise ConfigError(
+                    f"quant.{key}={value} and lora do not go together: adapters are trained beside "
+                    f"weights that stay, and {by_adapters}; leave lora out, which trains all "
+                    f"parameters, or {key}"
+                )
 
     @property
     def trains_modules(self) -> bool:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.config.spikes import refuse_rewinds
 from fornax.mesh import MeshConfig, check_use
 from fornax.optim import OptimConfig
-from fornax.train.spikes import refuse_rewinds
 from fornax.tune.config.base import TuneConfig, recipe
 from fornax.tune.losses import Divergence, Tail
 
@@ -102,6 +102,12 @@ class DistillConfig(TuneConfig):
         super().__post_init__()
         if self.teacher_mesh is not None:
             check_use(self.teacher_mesh, "tune")
+        for key, value in (("qat", self.quant.qat), ("scheme", self.quant.scheme)):
+            if self.on_policy is not None and value is not None:
+                raise ConfigError(
+                    f"quant.{key}={value} and on_policy do not go together: completions are drawn "
+                    "by float weights and products; leave one of them out"
+                )
         if self.on_policy is not None:
             refuse_rewinds(self.spikes, "on-policy distillation")
         if not 0 < self.beta < 1:

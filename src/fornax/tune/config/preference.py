@@ -1,7 +1,7 @@
 """Options of preference optimization and reward models."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fornax.config.errors import ConfigError
 from fornax.optim import OptimConfig
@@ -216,6 +216,8 @@ class KTOConfig(ReferenceConfig):
 class RewardModelConfig(TuneConfig):
     """A run of `fornax tune reward`: a scalar head that ranks the better completion higher."""
 
+    without_qat: ClassVar[str] = "fornax quantize writes no reward model"
+    without_scheme: ClassVar[str] = "reward models are scored by products of floats"
     centre: float = 0.0
     """Weight of the squared sum of a pair's scores (Eisenstein et al., 2023): it draws their mean
     to 0, so that scores of different prompts can be compared; 0.01 is usual."""

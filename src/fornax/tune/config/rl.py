@@ -1,12 +1,12 @@
 """Options of reinforcement learning: rounds, steps, rewards, GRPO and PPO."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fornax.config.errors import ConfigError
+from fornax.config.spikes import refuse_rewinds
 from fornax.optim import OptimConfig
 from fornax.rewards import RewardSpec
-from fornax.train.spikes import refuse_rewinds
 from fornax.tune.config.algorithms import GRPO, GroupAlgorithm, check_clip
 from fornax.tune.config.base import TuneConfig, recipe
 from fornax.tune.config.rollout import ConversationConfig, RolloutConfig
@@ -63,6 +63,8 @@ class RLConfig(TuneConfig):
     `mini_batches * rollout_epochs` optimizer steps of `batch_size` completions.
     """
 
+    without_qat: ClassVar[str] = "completions are drawn by float weights, another policy"
+    without_scheme: ClassVar[str] = "completions are drawn by products of floats, another policy"
     batch_size: int = 64
     """Completions of one optimizer step."""
     group_size: int = 8

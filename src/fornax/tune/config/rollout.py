@@ -37,8 +37,9 @@ class RolloutConfig:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of the weights that are drawn with; null takes `dtypes.compute`, to which the trainer
     rounds its own."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the cache; auto is the weights'."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8", "fp8"] = "auto"
+    """Type of the cache; auto is the weights'. Of 8 bits, int8 or fp8, samplers draw from slightly
+    other distributions than the trainer's, which the reported difference shows."""
     shards: int | None = None
     """Parts in which a round's prompts are drawn, each in one engine by itself: bits depend on it,
     and not on how many samplers there are. null takes one batch that conversations join as they
@@ -99,7 +100,8 @@ class ConversationConfig:
     """What the model talks with."""
 
     environment: str = ""
-    """FILE.py:NAME or MODULE:NAME of a class, made anew for each completion; empty: tools alone."""
+    """FILE.py:NAME or MODULE:NAME of a class, made again for each completion; empty: tools
+    alone."""
     tools: tuple[str, ...] = ()
     """FILE.py:NAME or MODULE:NAME of functions that the model may call, each run in a process."""
     tool_parser: str | None = None

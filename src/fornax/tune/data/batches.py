@@ -171,7 +171,7 @@ class IndexStream(Iterator[BatchIndex]):
 
         Args:
           state: the parts of any host, from `state()`.
-          allow_changes: go on after as many examples although they or their order differ.
+          allow_changes: continue after as many examples although they or their order differ.
 
         Raises:
           DataError: for an empty position, or one of other data.

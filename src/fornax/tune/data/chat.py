@@ -45,7 +45,7 @@ class Rendering:
 def renderings(render: Render, turns: Sequence[tuple[int, bool]]) -> Iterator[Rendering]:
     """Renderings in which every learned turn stands as the model wrote it.
 
-    A template whose renderings of longer and longer beginnings all go on from each other gives one.
+    A template whose renderings of longer and longer beginnings all continue each other gives one.
     Where it writes an earlier turn otherwise once later messages follow, that turn is learned from
     the rendering that ends with it.
 
@@ -54,7 +54,7 @@ def renderings(render: Render, turns: Sequence[tuple[int, bool]]) -> Iterator[Re
       turns: the place of each assistant message, and whether it is learned.
 
     Raises:
-      DataError: when an answer does not go on from its prompt.
+      DataError: when an answer does not continue its prompt.
     """
     current = Rendering()
     for place, wanted in turns:
@@ -147,7 +147,7 @@ class ChatEncoder:
         if len(found) > 1:
             raise DataError(
                 "the chat template writes the completion's first answers differently once others "
-                "follow, so that they are no single text; give a completion of one answer"
+                "follow, so that they are not a single text; give a completion of one answer"
             )
         return self._masked(found[0].text, found[0].spans, upto_end=True)
 
@@ -267,7 +267,7 @@ class ChatEncoder:
         bos = self._encoder.bos_id
         if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
             raise DataError(
-                f"the chat template begins with {self._encoder.decode([bos])} twice; mend the "
+                f"the chat template begins with {self._encoder.decode([bos])} twice; fix the "
                 "template"
             )
         return ids
@@ -303,7 +303,7 @@ def _chosen(spans: list[tuple[int, int]], wanted: Sequence[bool]) -> list[tuple[
     if len(spans) != len(wanted):
         raise DataError(
             f"the chat template marks {len(spans)} spans as generated where the conversation has "
-            f"{len(wanted)} assistant messages, so some cannot be left out; mend the template's "
+            f"{len(wanted)} assistant messages, so some cannot be left out; fix the template's "
             "generation marks"
         )
     return [span for span, keep in zip(spans, wanted, strict=True) if keep]

@@ -90,7 +90,7 @@ class Codec:
         """A prompt and the completion after it; the completion is learned, its end included.
 
         Text is encoded apart from its prompt, so that no token lies across the boundary: when the
-        model is served the prompt's tokens stand before it writes the first of its own.
+        model is served the prompt's tokens come before it writes the first of its own.
 
         Raises:
           DataError: for what the template refuses, or a tokenizer without an end token.

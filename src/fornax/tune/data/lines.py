@@ -45,7 +45,7 @@ class Problems:
 
     @contextmanager
     def of(self, where: str) -> Iterator[None]:
-        """Note what the body finds wrong with a record, and go on."""
+        """Note what the body finds wrong with a record, and continue."""
         try:
             yield
         except FornaxError as error:
@@ -87,7 +87,7 @@ def read_lines(
     *,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[Line]:
-    """The records of all files; what is no JSON object becomes a problem.
+    """The records of all files; what is not a JSON object becomes a problem.
 
     Args:
       paths: files, folders, globs, or datasets on the Hub; gs:// and s3:// too.
@@ -185,7 +185,7 @@ def _array(file: str, storage: Storage, problems: Problems) -> Iterator[Line]:
     text = decode(gzip.decompress(data) if file.endswith(".gz") else data, file)
     decoder, place, line, counted = json.JSONDecoder(), _skip(text, 0), 1, 0
     if text[place : place + 1] != "[":
-        raise DataError(f"{file} is no JSON array of objects; name JSON Lines files .jsonl")
+        raise DataError(f"{file} is not a JSON array of objects; name JSON Lines files .jsonl")
     place = _skip(text, place + 1)
     while text[place : place + 1] != "]":
         line, counted = line + text.count("\n", counted, place), place
@@ -193,7 +193,7 @@ def _array(file: str, storage: Storage, problems: Problems) -> Iterator[Line]:
         try:
             value, place = decoder.raw_decode(text, place)
         except ValueError as error:
-            problems.add(where, f"is not valid JSON ({error}): mend it")
+            problems.add(where, f"is not valid JSON ({error}): fix it")
             return
         if isinstance(value, dict):
             yield Line(where, value)
@@ -203,7 +203,7 @@ def _array(file: str, storage: Storage, problems: Problems) -> Iterator[Line]:
         if text[place : place + 1] == ",":
             place = _skip(text, place + 1)
         elif text[place : place + 1] != "]":
-            problems.add(where, "is followed by neither a comma nor the array's end: mend it")
+            problems.add(where, "is followed by neither a comma nor the array's end: fix it")
             return
 
 

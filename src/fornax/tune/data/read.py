@@ -122,8 +122,8 @@ def continuation_of(prompt: Any, whole: Any, name: str, tools: Tools) -> Any:
     check_messages(whole, field=f"prompt and {name}", ends="assistant", tools=tools)
     if not prompt or not rest or rest[0]["role"] != "assistant":
         raise DataError(
-            f"{name} must go on with an assistant message after the prompt; give the prompt up to "
-            "the question"
+            f"{name} must continue with an assistant message after the prompt; give the prompt up "
+            "to the question"
         )
     return rest
 

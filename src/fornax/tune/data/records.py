@@ -166,7 +166,7 @@ def _check_call(call: object, name: str, tools: ToolList) -> None:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except ValueError as error:
             raise DataError(
-                f"{name} calls {function['name']} with arguments that are no JSON ({error}); mend "
+                f"{name} calls {function['name']} with arguments that are not JSON ({error}); fix "
                 "them"
             ) from error
     if not isinstance(arguments, dict):
@@ -178,7 +178,7 @@ def _check_call(call: object, name: str, tools: ToolList) -> None:
     if offered and function["name"] not in offered:
         raise DataError(
             f"{name} calls {function['name']}, which is none of the tools {', '.join(offered)}; "
-            "add it to tools or mend the name"
+            "add it to tools or fix the name"
         )
 
 
@@ -233,8 +233,7 @@ def _answer(message: JsonObject, pending: list[str | None], name: str) -> None:
         pending.remove(asked)
     else:
         raise DataError(
-            f"{name} answers the call {asked!r}, but the assistant made {pending}; mend "
-            "tool_call_id"
+            f"{name} answers the call {asked!r}, but the assistant made {pending}; fix tool_call_id"
         )
 
 
@@ -250,14 +249,14 @@ def check_tools(value: object) -> Tools:
         try:
             value = json.loads(value) if value.strip() else []
         except ValueError as error:
-            raise DataError(f"tools is text that is no JSON ({error}); mend it") from error
+            raise DataError(f"tools is text that is not JSON ({error}); fix it") from error
     if not isinstance(value, list):
         raise DataError(f"tools is {_kind(value)}; give a list of function definitions")
     for number, tool in enumerate(value, 1):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"tools: number {number} is no function definition; write "
+                f"tools: number {number} is not a function definition; write "
                 '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
             )
     return value or None

@@ -48,7 +48,7 @@ class TextEncoder:
         """Ids of a text that spells all of its special tokens, and their places in it.
 
         Args:
-          text: begins a text, or goes on after other tokens.
+          text: begins a text, or continues after other tokens.
           follows: which of the two. Tokenizers that put a space before every text would put one
             between a prompt and its completion; with them a text that follows is encoded behind a
             line break, whose tokens are then taken away.

@@ -66,8 +66,9 @@ def without_end(sequences: Iterable[Encoded], eos_ids: Sequence[int]) -> int:
 def template_fault(codec: Codec, messages: Messages | None = None) -> str | None:
     """What is wrong with the template, or None.
 
-    A conversation is rendered, encoded and decoded: its text must come back, its answer must go on
-    from the tokens that ask for it when the model is served, and the answer's end must be learned.
+    A conversation is rendered, encoded and decoded: its text must come back, its answer must
+    continue the tokens that ask for it when the model is served, and the answer's end must be
+    learned.
 
     Args:
       codec: the model's.
@@ -84,13 +85,13 @@ def template_fault(codec: Codec, messages: Messages | None = None) -> str | None
     if answer not in text:
         return (
             f"the answer {answer!r} is not in what the tokenizer makes of the rendered "
-            f"conversation, {text!r}; mend the template or the tokenizer"
+            f"conversation, {text!r}; fix the template or the tokenizer"
         )
     begun = min(len(prompt), found.length)
     if not (found.tokens[:begun] == prompt[:begun]).all():
         return (
             f"a conversation is encoded as {text!r}, which does not begin with the prompt that the "
-            f"model is served, {codec.encoder.decode(prompt)!r}; mend the template"
+            f"model is served, {codec.encoder.decode(prompt)!r}; fix the template"
         )
     if without_end([found], codec.eos_ids):
         return (
@@ -121,7 +122,7 @@ def template(trial: TrialRun) -> Outcome:
         return passed("a conversation comes back from it, its answer where serving puts it")
     return failed(
         f"{fault}. What is learned would not be what the model is asked when it is served: the "
-        "template, or how the tokenizer splits what it writes, loses or moves text. Mend the "
+        "template, or how the tokenizer splits what it writes, loses or moves text. Fix the "
         f"template of {trial.origin.tokenizer_path}, or give a right one with --template FILE"
     )
 
@@ -167,7 +168,7 @@ def end_is_learned(trial: TrialRun) -> Outcome:
 
 
 def _own_columns(trial: TrialRun) -> dict[str, np.ndarray]:
-    """The rows without what stands in them only to be compared with."""
+    """The rows without what is in them only to be compared with."""
     rows = trial.rows
     if isinstance(trial.run, KTOConfig):
         return {name: x[:, 0] for name, x in rows.items() if x.ndim == 3}

@@ -95,7 +95,8 @@ class Gradients:
         return float(apart) / max(float(norm), _SMALLEST)
 
     def without(self) -> tuple[list[str], list[str]]:
-        """Paths of trained parameters with a gradient of zero, and with one that is no number."""
+        """Paths of trained parameters with a gradient of zero, and with one that is not a
+        number."""
         largest = _largest(self.of(1)[1])
         pairs, _ = jax.tree_util.tree_flatten_with_path(jax.device_get(largest))
         named = [("/".join(str(key.key) for key in path), float(x)) for path, x in pairs]
@@ -142,7 +143,7 @@ def adapters_at_start(trial: TrialRun, rows: Rows) -> Outcome:
         "the one you chose, and a reference by adapter switching would not be where the policy "
         "starts. Their second factor must begin at zero (and a DoRA magnitude at the norm of its "
         "weights): if adapters were attached or loaded by code of yours, let `adapters.attach` do "
-        "it; to go on from trained adapters, merge them first with `fornax convert --merge-lora`"
+        "it; to continue from trained adapters, merge them first with `fornax convert --merge-lora`"
     )
 
 
@@ -177,7 +178,7 @@ def packing(trial: TrialRun, rows: Rows) -> Outcome:
         f"an example's log-probs change by up to {worst:.3g} nats with its neighbours in the row: "
         "examples see each other, because attention does not keep to segments or positions do not "
         "start again with each. The model would learn from contexts that it never has. Give each "
-        "example its own row (--packing none) until that is mended; with attention of your own, "
+        "example its own row (--packing none) until that is fixed; with attention of your own, "
         "compare its output under `segment_ids_BT` with that of rows by themselves"
     )
 
@@ -187,16 +188,16 @@ def every_gradient(gradients: Gradients) -> Outcome:
     zero, wild = gradients.without()
     if wild:
         return failed(
-            f"the gradient of {first_few(wild)} is no finite number. Look for NaN or infinity in "
-            "the weights of the model directory, or for a loss that divides by zero on this data; "
-            "float16 weights are a common source: use --dtypes.params float32"
+            f"the gradient of {first_few(wild)} is not a finite number. Look for NaN or infinity "
+            "in the weights of the model directory, or for a loss that divides by zero on this "
+            "data; float16 weights are a common source: use --dtypes.params float32"
         )
     if zero:
         return failed(
             f"{first_few(zero)} would be trained and gets no gradient: the loss does not depend on "
             "it, so it would never move while its weight decay and its memory are paid for. It is "
             "not read in the forward pass, or something stops its gradient. Take it out of "
-            "lora.targets (or of what the task trains), or mend the module that should use it"
+            "lora.targets (or of what the task trains), or fix the module that should use it"
         )
     return passed("every trained parameter has one")
 
@@ -252,13 +253,13 @@ def reference(trial: TrialRun, rows: Rows, observed: dict[str, float]) -> Outcom
         kl = found.get("kl", found.get("kl_reference"))
         if kl is None:
             return skipped("nothing is compared with a reference")
-        apart, off, told = abs(kl), False, f"the divergence starts at {kl:.2g} nats a token"
+        apart, off, told = abs(kl), False, f"the divergence starts at {kl:.2g} nats per token"
     if apart <= trial.tolerance and not off:
         return passed(told)
     return failed(
-        f"the reference is not the policy before the first step: they lie {apart:.3g} nats a token "
-        f"apart, and {told}. Rewards and divergences would count from a model that you do not train"
-        ". Either the log-probs of the reference are of other weights, another tokenizer or "
+        f"the reference is not the policy before the first step: they lie {apart:.3g} nats per "
+        f"token apart, and {told}. Rewards and divergences would count from a model that you do "
+        "not train. Either the log-probs of the reference are of other weights, tokenizer or "
         "template (delete the run's reference/ folder and start it again), or the adapters are not "
         "neutral at the start (see the check of adapters), or the model draws dropout"
     )

@@ -76,6 +76,7 @@ class _Stored:
         )
 
 
+@jax.named_scope("loss")
 def linear_distillation(
     x_TD: jax.Array,
     w_DV: jax.Array,
@@ -102,7 +103,7 @@ def linear_distillation(
         teacher_w_EV: the teacher's output projection; no gradient.
         weights_T: float32 weight of each token.
         divergence: which one.
-        beta: see `jensen_shannon`; of no use to the others.
+        beta: see `jensen_shannon`; not useful to the others.
         temperature: above 0, of both.
         softcap: the student's c in logit = c tanh(logit / c).
         teacher_softcap: the teacher's.
@@ -142,6 +143,7 @@ def linear_distillation(
     return DistillSums(total, _sum(weights_T, total.dtype), metrics["agreement"])
 
 
+@jax.named_scope("loss")
 def linear_topk_distillation(
     x_TD: jax.Array,
     w_DV: jax.Array,
@@ -165,7 +167,7 @@ def linear_topk_distillation(
         teacher_logprobs_TK: the log-softmax of all the teacher's logits / temperature.
         weights_T: float32 weight of each token.
         divergence: which one.
-        beta: see `jensen_shannon`; of no use to the others.
+        beta: see `jensen_shannon`; not useful to the others.
         temperature: above 0, of the student; the one that the teacher's were stored at.
         tail: what becomes of the tokens that were not stored.
         softcap: the student's c in logit = c tanh(logit / c).

@@ -265,7 +265,7 @@ def topk_divergence(
         known = jax.nn.logsumexp(teacher, axis=-1, keepdims=True)
         teacher = jnp.concatenate([teacher, log_one_minus_exp(known)], axis=-1)
         stored = jnp.concatenate([stored, jnp.ones_like(stored[..., :1])], axis=-1)
-    # a slot that holds no token counts for nothing on either side
+    # a slot that holds no token is not counted on either side
     student = jnp.where(stored, student, _NOTHING)
     teacher = jnp.where(stored, teacher, _NOTHING if kind != "forward_kl" else -jnp.inf)
     loss = divergence(kind, student, teacher, beta)

@@ -23,6 +23,7 @@ _FAR = 60.0
 """Log-ratios are kept within this, so that their exp times an advantage of 0 is still 0."""
 
 
+@jax.named_scope("loss")
 def policy_gradient(
     logps_BT: jax.Array,
     old_logps_BT: jax.Array,
@@ -112,6 +113,7 @@ def policy_gradient(
     )
 
 
+@jax.named_scope("loss")
 def kl_penalty(
     logps_BT: jax.Array,
     ref_logps_BT: jax.Array,
@@ -159,6 +161,7 @@ def kl_penalty(
     return jax.lax.stop_gradient(value_BT) + (k2_BT - jax.lax.stop_gradient(k2_BT))
 
 
+@jax.named_scope("loss")
 def truncated_importance(
     train_logps_BT: jax.Array,
     sampler_logps_BT: jax.Array,
@@ -225,6 +228,7 @@ def truncated_importance(
     )
 
 
+@jax.named_scope("loss")
 def value_loss(
     values_BT: jax.Array,
     returns_BT: jax.Array,

@@ -30,6 +30,7 @@ def average(logps: jax.Array, lengths: jax.Array) -> jax.Array:
     return logps / jnp.maximum(lengths, 1)
 
 
+@jax.named_scope("loss")
 def dpo(
     policy_logps_P2: jax.Array,
     ref_logps_P2: jax.Array,
@@ -65,6 +66,7 @@ def dpo(
     return smoothed(_margin(rewards_P2), label_smoothing), _metrics(rewards_P2)
 
 
+@jax.named_scope("loss")
 def robust_dpo(
     policy_logps_P2: jax.Array,
     ref_logps_P2: jax.Array,
@@ -97,6 +99,7 @@ def robust_dpo(
     return (-(1 - e) * right_P + e * wrong_P) / (1 - 2 * e), _metrics(rewards_P2)
 
 
+@jax.named_scope("loss")
 def ipo(
     policy_avg_logps_P2: jax.Array, ref_avg_logps_P2: jax.Array, *, beta: float = 0.1
 ) -> tuple[jax.Array, Metrics]:
@@ -122,6 +125,7 @@ def ipo(
     return (_margin(rewards_P2) / beta - 1 / (2 * beta)) ** 2, _metrics(rewards_P2)
 
 
+@jax.named_scope("loss")
 def simpo(
     avg_logps_P2: jax.Array,
     *,
@@ -153,6 +157,7 @@ def simpo(
     return smoothed(_margin(rewards_P2) - gamma, label_smoothing), _metrics(rewards_P2)
 
 
+@jax.named_scope("loss")
 def orpo(avg_logps_P2: jax.Array, *, beta: float = 0.1) -> tuple[jax.Array, Metrics]:
     """The odds-ratio part of ORPO (Hong et al. 2024, equations 6 and 7).
 
@@ -178,6 +183,7 @@ def orpo(avg_logps_P2: jax.Array, *, beta: float = 0.1) -> tuple[jax.Array, Metr
     return -beta * jax.nn.log_sigmoid(log_odds_P), metrics
 
 
+@jax.named_scope("loss")
 def cpo(
     policy_logps_P2: jax.Array, *, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> tuple[jax.Array, Metrics]:
@@ -238,6 +244,7 @@ def _metrics(rewards_P2: jax.Array) -> Metrics:
     )
 
 
+@jax.named_scope("loss")
 def bradley_terry(
     scores_P2: jax.Array, margin_P: jax.Array | None = None, *, centre: float = 0.0
 ) -> tuple[jax.Array, Metrics]:
@@ -283,6 +290,7 @@ def bradley_terry(
     )
 
 
+@jax.named_scope("loss")
 def kto(
     policy_logps_B: jax.Array,
     ref_logps_B: jax.Array,
@@ -336,6 +344,7 @@ def kto(
     return loss_B, reported(reward=beta * ratio_B, accuracy=accuracy_B)
 
 
+@jax.named_scope("loss")
 def kto_kl(
     policy_logps_B: jax.Array, ref_logps_B: jax.Array, weights_B: jax.Array | None = None
 ) -> jax.Array:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from fornax.config.errors import DataError
 from fornax.rewards import Sample, Score
@@ -45,7 +46,7 @@ class RewardManager(Protocol):
     """What a `RewardPool` is to a collector."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score a sample, in order."""
+        """One score per sample, in order."""
 
     def state(self) -> StateTree:
         """What the functions remember, JSON-able."""
@@ -92,7 +93,7 @@ class Collector:
     """The reward functions; None where an environment gives all rewards."""
     draw: SampleGroups = sample_completions
     max_resamples: int = 0
-    """Above 0: groups whose rewards are all alike are replaced, asking so many times more."""
+    """Above 0: groups whose rewards are all alike are replaced, asking this many times more."""
     max_failed: float = 1.0
     """Share of a round's completions that may fail; more are an error."""
     position: int = 0
@@ -167,7 +168,7 @@ class Collector:
             self.draw.close()
 
     def _how_many(self, missing: int, asked: int, alike: int) -> int:
-        """Prompts to sample, if groups go on to differ as often as they did."""
+        """Prompts to sample, if groups keep differing as often as they did."""
         if not asked:
             return missing
         useful = max((asked - alike) / asked, 0.25)
@@ -195,7 +196,8 @@ class Collector:
         self.position += count
         picked = [self.prompts[self._which(place)] for place in places]
         seeds = [sample_seed(self.seed, number, place) for place in places]
-        drawn = self.draw(sampler, picked, self.settings, seeds)
+        with TraceAnnotation("input/rollouts"):
+            drawn = self.draw(sampler, picked, self.settings, seeds)
         began = time.monotonic()
         samples = [
             Sample(
@@ -209,7 +211,8 @@ class Collector:
             for each in group
             if each.completion.status != "failed"
         ]
-        scores = self.rewards.score(samples) if self.rewards is not None else None
+        with TraceAnnotation("input/rewards"):
+            scores = self.rewards.score(samples) if self.rewards is not None else None
         if scores is not None and number == 0:
             _require_numbers(scores)
         given = iter([None] * len(samples) if scores is None else scores)

@@ -77,7 +77,7 @@ class RewardModelScorer:
     """Such as a `RewardPool`; None: the model alone."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score a sample, in order.
+        """One score per sample, in order.
 
         A completion of a chat is scored as the assistant's message, in the reward model's own
         template. One that the reward model cannot read, or has no room for, counts nothing, and a
@@ -158,7 +158,9 @@ class Conversations:
         self._framing: Framing
         if codec.template is None:
             if config.tools:
-                raise ConfigError("the model has no chat template, so it cannot be told of tools")
+                raise ConfigError(
+                    "the model has no chat template, so tools cannot be described to it"
+                )
             self._framing = TextFraming(codec)
         else:
             self._framing = ChatFraming(codec, parser=config.tool_parser)

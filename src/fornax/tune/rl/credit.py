@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
-    """What a loss needs to know of the rewards, one entry a completion."""
+    """What a loss needs to know of the rewards, one entry per completion."""
 
     rewards: list[float]
     """What the advantages were made from: the reward less penalties of length and divergence."""
@@ -194,7 +194,7 @@ def _padded(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group's rewards are all alike, so that it teaches nothing; NaN is no reward."""
+    """Whether a group's rewards are all alike, so that it teaches nothing; NaN is not a reward."""
     given = np.asarray(rewards, np.float64)
     given = given[~np.isnan(given)]
     return bool(given.size < 2 or np.ptp(given) < 1e-9)

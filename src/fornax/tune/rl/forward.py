@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fornax import adapters
 from fornax.mesh import Rules, use_mesh
 from fornax.models import Decoder, Remat, TokenLogprobs, token_logprobs
+from fornax.models.scope import scoped
 from fornax.train.hosts import abstract_batch, find_hosts, to_global
 from fornax.train.task import Batch, Hosts
 
@@ -53,6 +54,7 @@ class ValueHead(nnx.Module):
         self.kernel = ValueParam(jnp.zeros((width,), jnp.float32), axes=("embed",))
         self.bias = ValueParam(jnp.zeros((), jnp.float32), axes=())
 
+    @scoped
     def __call__(self, x_RTD: jax.Array) -> jax.Array:
         """float32 values [R, T] of hidden states."""
         return x_RTD.astype(jnp.float32) @ self.kernel[...] + self.bias[...]

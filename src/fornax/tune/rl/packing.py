@@ -1,7 +1,7 @@
 """From scored completions to the rows of a round's optimizer steps, in few fixed shapes.
 
 Legend: R rows, T tokens of a row, n tokens of a completion (the prompt's are not counted), L layers
-with experts, k experts a token.
+with experts, k experts per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ class RoutedShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a sequence lies: its slot `start + i` holds token i and is to predict token i + 1."""
+    """Where a sequence is: its slot `start + i` holds token i and is to predict token i + 1."""
 
     row: int
     start: int
@@ -104,7 +104,7 @@ def pack(
     Args:
       rollouts: the sequences; each takes at most `length` slots.
       length: slots of a row.
-      counts: row counts allowed, rising; the last is enough for one sequence a row.
+      counts: row counts allowed, rising; the last is enough for one sequence per row.
       routed: of the experts that tokens took, for rows that have them.
 
     Raises:
@@ -148,7 +148,7 @@ def _routed(rollout: Rollout, shape: RoutedShape) -> np.ndarray:
         has = "no experts" if found is None else f"experts of shape {found.shape}"
         raise EngineError(
             f"routing_replay: a completion of {rollout.where} came with {has}, and the trainer's "
-            f"model wants {wanted}; let the sampler return them (LLMSampler with "
+            f"model needs {wanted}; let the sampler return them (LLMSampler with "
             "enable_return_routed_experts), or turn routing_replay off"
         )
     return found

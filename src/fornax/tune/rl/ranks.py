@@ -68,7 +68,7 @@ def host_weights(state: nnx.State, *, keep: bool) -> HostWeights:
 
     Args:
       state: of the parameters.
-      keep: whether this process wants them; nothing is copied where it does not.
+      keep: whether this process needs them; nothing is copied where it does not.
     """
     found: dict[tuple[str | int, ...], np.ndarray] = {}
     for path, leaf in nnx.to_flat_state(state):
@@ -250,6 +250,6 @@ class RoundLink:
 def _lost_another(error: Exception) -> GroupLostError:
     return GroupLostError(
         f"process {jax.process_index()} lost another process of the run while a round was drawn "
-        f"({error}); start all of them again: they go on from the newest checkpoint. fornax launch "
-        "does so by itself"
+        f"({error}); start all of them again: they resume from the newest checkpoint. fornax "
+        "launch does so by itself"
     )

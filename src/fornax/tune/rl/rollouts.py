@@ -1,4 +1,4 @@
-"""Rollouts: one record a completion, with its reward; kept whole in a checkpoint."""
+"""Rollouts: one record per completion, with its reward; kept whole in a checkpoint."""
 
 import dataclasses
 import json

@@ -16,12 +16,15 @@ from fornax.tune.rl.collect import Collector
 from fornax.tune.rl.credit import Credit, KLController, round_numbers
 from fornax.tune.rl.packing import Round, Rows
 from fornax.tune.rl.ranks import NoSampler, RoundLink
-from fornax.tune.rl.rollouts import RolloutBatch, from_arrays, to_arrays
+from fornax.tune.rl.rollouts import Rollout, RolloutBatch, from_arrays, to_arrays
 from fornax.tune.rollout import AsyncRollouts, Sampler
 from fornax.tune.rollout.sampler import Weights
 from fornax.tune.rollout.storage import StateTree, array_state, from_array_state
 
 __all__ = ["RolloutStream", "SamplesFile"]
+
+_DETAILED, _LONGEST = 8, 2048
+"""Completions of each round that are written token by token, and tokens of one."""
 
 
 class SamplesFile:
@@ -72,7 +75,25 @@ class SamplesFile:
                 "finish_reason": rollout.finish_reason,
                 "versions": [int(versions.min()), int(versions.max())] if drawn.any() else [],
             }
+            if number < _DETAILED:
+                record |= self._by_token(rollout, credit.advantages[number])
             self._file.write(record)
+
+    def _by_token(self, rollout: Rollout, advantages: np.ndarray) -> StateTree:
+        """The text of each token that follows the prompt, its log-probability under the weights
+        that drew it, and its advantage; both null where the model did not draw it."""
+        drawn = rollout.mask.astype(bool)[:_LONGEST].tolist()
+        columns = {"logprobs": rollout.logprobs, "advantages": advantages}
+        return {
+            "pieces": [self._decode([token]) for token in rollout.tokens[:_LONGEST].tolist()],
+            **{
+                name: [
+                    round(value, 4) if kept and math.isfinite(value) else None
+                    for value, kept in zip(values.tolist(), drawn, strict=False)
+                ]
+                for name, values in columns.items()
+            },
+        }
 
     def close(self) -> None:
         if self._file is not None:
@@ -153,13 +174,15 @@ class RolloutStream:
     def _begin(self) -> None:
         if self._current is None:
             raise RuntimeError("follow() gives the weights before rows are asked for")
-        if not self._truncated and self._first:  # a run that goes on makes these rounds again
+        if not self._truncated and self._first:  # a run that is resumed makes these rounds again
             self.samples.keep(self._number)
             self._truncated = True
         speed = self._speed(self._current)
-        collected = self._following(self._current).take(self._number)
+        with jax.profiler.TraceAnnotation("input/round"):
+            collected = self._following(self._current).take(self._number)
         self._number += 1
-        made = self.prepare(collected, self._current)
+        with jax.profiler.TraceAnnotation("input/prepare"):
+            made = self.prepare(collected, self._current)
         if self._first:
             self.samples.write(self._step + 1, collected, made.credit)
         numbers = round_numbers(collected, made.credit, group_size=self.group_size) | speed

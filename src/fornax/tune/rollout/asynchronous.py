@@ -128,7 +128,7 @@ class AsyncRollouts(Generic[T]):
         return found
 
     def restore(self, state: Mapping[str, np.ndarray]) -> None:
-        """Go on from a `state`."""
+        """Resume from a `state`."""
         self._stop()
         following, self._needed_at, *made = np.asarray(state["numbers"]).tolist()
         self._next = None if following < 0 else following

@@ -151,7 +151,7 @@ class ChatFraming:
         try:
             before = self._render(history, tools, generate=False)
             whole = self._render([*history, *answers], tools, generate=True)
-        except EngineError:  # arguments that are no JSON, most often: the model wrote them
+        except EngineError:  # arguments that are not JSON, most often: the model wrote them
             before, whole = "?", ""
         if whole.startswith(before) and before.endswith(self._end):
             return whole[len(before) :]
@@ -162,7 +162,7 @@ class ChatFraming:
         if not rest.startswith(self._end):
             raise EngineError(
                 f"the chat template ends a turn with {self._end!r} or otherwise, depending on what "
-                "follows, so that a conversation cannot go on after the model's own tokens; use "
+                "follows, so that a conversation cannot continue after the model's own tokens; use "
                 "another template"
             )
         return rest[len(self._end) :]
@@ -182,7 +182,7 @@ def _after_mark(text: str) -> str:
     if not found:
         raise EngineError(
             "the chat template leaves the assistant's words out or changes them, so that a "
-            "conversation cannot go on after the model's own tokens; use another template"
+            "conversation cannot continue after the model's own tokens; use another template"
         )
     return after
 

@@ -68,7 +68,7 @@ class LLMSampler:
           eos_ids: tokens that end a completion; None or none takes the model's own.
           engine: limits; None for the defaults and few sizes of steps, so that it starts sooner.
           filtered_logprobs: whether log-probs count only the tokens that filters keep. False gives
-            the trainer's log-probs, which know no filter.
+            the trainer's log-probs, which apply no filter.
           share: whether to use the arrays of `update` themselves where they need no new layout.
             They must then live until the next update; a trainer that donates its state gives them
             up at its next step. By default they are copied.
@@ -125,7 +125,7 @@ class LLMSampler:
         """Completions of each prompt, in order.
 
         Raises:
-          EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
+          EngineError: a prompt or settings that the engine does not support; nothing stays queued.
         """
         return _sample_shards(self, prompts, settings, seeds)
 
@@ -148,7 +148,7 @@ class LLMSampler:
         """Queue a request; returns its name.
 
         Raises:
-          EngineError: a prompt or settings that the engine cannot honour, or no tokenizer for
+          EngineError: a prompt or settings that the engine does not support, or no tokenizer for
             stop texts.
         """
         self._check_open()
@@ -173,7 +173,7 @@ class LLMSampler:
         """
         self._check_open()
         if self._interrupted:
-            raise EngineError("sampling was interrupted; it goes on after the next update")
+            raise EngineError("sampling was interrupted; it continues after the next update")
         outputs = self._engine.step() if self._engine.has_work else []
         done = []
         for output in outputs:
@@ -195,7 +195,7 @@ class LLMSampler:
         self._interrupted = True
 
     def update(self, params: Weights, version: int) -> None:
-        """Go on with other weights; what runs is computed anew under them, tokens stay.
+        """Continue with other weights; what runs is recomputed under them, tokens stay.
 
         Args:
           params: a `Decoder`, its `nnx.State`, or nested mappings of its arrays, all of them and
@@ -227,7 +227,7 @@ class LLMSampler:
         )
 
     def close(self) -> None:
-        """Give memory and threads back; the sampler is of no use after it."""
+        """Give memory and threads back; the sampler is not useful after it."""
         if self._closed:
             return
         self._closed = True
@@ -411,7 +411,7 @@ class ReplicatedSampler:
             each.interrupt()
 
     def update(self, params: Weights, version: int) -> None:
-        """Go on with other weights, each sampler on its own copy."""
+        """Continue with other weights, each sampler on its own copy."""
         for each in self._samplers:
             each.update(params, version)
 

@@ -79,7 +79,7 @@ class RemoteSampler:
         self.shards, self.max_model_len = shards, max_model_len
         self._versions, self._lost_seconds = versions, lost_seconds
         self.session = secrets.token_hex(8)
-        """Names this object to samplers: what they hold of another is of no use to it."""
+        """Names this object to samplers: what they hold of another is not useful to it."""
         self.changed = threading.Condition()
         self.pool = SegmentPool()
         """Memory for versions; used with `changed` held."""
@@ -104,7 +104,7 @@ class RemoteSampler:
         """Completions of each prompt under the newest version; see `Sampler`.
 
         Raises:
-          EngineError: what a sampler cannot honour; or after `interrupt`.
+          EngineError: what a sampler does not support; or after `interrupt`.
           ClusterError: no sampler can be reached.
         """
         return self.at(self._newest()).sample(prompts, settings, seeds)
@@ -254,7 +254,9 @@ class RemoteSampler:
         with self.changed:
             while not all(task.done for task in tasks):
                 if self._interrupted or self.closed:
-                    raise EngineError("sampling was interrupted; it goes on after the next update")
+                    raise EngineError(
+                        "sampling was interrupted; it continues after the next update"
+                    )
                 if self.refused:
                     raise ClusterError(self.refused)
                 if any(link.connected for link in self._links):
@@ -372,7 +374,7 @@ class _Link:
         """A connection, and what the sampler said on it first.
 
         Raises:
-          LinkError: when the sampler is not there, or wants another token.
+          LinkError: when the sampler is not there, or needs another token.
         """
         with contextlib.ExitStack() as stack:
             found = connect(self.address, _CONNECT_SECONDS)

@@ -51,7 +51,7 @@ class SampleSettings:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens, besides the model's end tokens, that end a completion; they stay."""
     ignore_eos: bool = False
-    """Goes on after the model's end token."""
+    """Continues after the model's end token."""
 
     def __post_init__(self) -> None:
         for name, least in (("n", 1), ("max_tokens", 1), ("min_tokens", 0), ("top_k", 0)):
@@ -130,7 +130,7 @@ class Sampler(Protocol):
         """
 
     def update(self, params: Weights, version: int) -> None:
-        """Go on with other weights.
+        """Continue with other weights.
 
         Args:
           params: all of them.
@@ -202,7 +202,7 @@ def sample_all(
     """`Sampler.sample` of a sampler that takes single requests, with settings for each prompt.
 
     Raises:
-      EngineError: a prompt or settings that the engine cannot honour; nothing stays queued.
+      EngineError: a prompt or settings that the engine does not support; nothing stays queued.
     """
     check_seeds(prompts, seeds)
     names: list[str] = []
@@ -230,7 +230,7 @@ def check_seeds(prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
 
 
 def split_shards(prompts: int, shards: int) -> list[slice]:
-    """Consecutive parts of so many prompts, as equal as can be; fewer where prompts are few."""
+    """Consecutive parts of this many prompts, as equal as can be; fewer where prompts are few."""
     count = max(1, min(prompts, shards))
     edges = [prompts * n // count for n in range(count + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(edges)]

@@ -4,9 +4,9 @@ Connections are read by threads: arrays of the next version come in while the en
 one before. A version counts once it is whole and every checksum was right; the engine takes it over
 between two shards, when the first that names it is to be drawn.
 
-A trainer on this machine comes to an abstract Unix socket with its versions, which it is told of,
-and passes memory on. It writes to that again once told that nothing older than a version is used:
-`oldest` in the answers here.
+A trainer on this machine comes to an abstract Unix socket with its versions, which it is notified
+of, and passes memory on. It writes to that again once told that nothing older than a version is
+used: `oldest` in the answers here.
 """
 
 import contextlib
@@ -124,7 +124,7 @@ class SamplerServer:
                 loaded = None
                 facts = {"number": shard.number, "why": str(error)}
                 answer = Frame(kind=Kind.REFUSED, facts=facts)
-            if connection.interrupted:  # the engine wants an update before it draws again
+            if connection.interrupted:  # the engine needs an update before it draws again
                 loaded = None
             del weights
             connection.say(self._finish(connection, shard.version, answer))

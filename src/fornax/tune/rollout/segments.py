@@ -1,7 +1,7 @@
 """Versions of the weights in memory that the processes of a machine share.
 
 A trainer writes a version once; samplers of its machine map it, others get its arrays over TCP.
-Memory is used again: what the system has to hand out anew is written at a tenth of the speed.
+Memory is used again: what the system has to hand out again is written at a tenth of the speed.
 """
 
 import fcntl
@@ -82,7 +82,7 @@ class SegmentPool:
         self._closed = False
 
     def take(self, weights: HostWeights) -> tuple[Segment, list[dict[str, Any]]]:
-        """A segment with room for arrays, for its one user, and where they shall lie in it."""
+        """A segment with room for arrays, for its one user, and their places in it."""
         layout, offset = [], 0
         for path, array in weights.items():
             facts = {"path": list(path), "dtype": array.dtype.name, "shape": list(array.shape)}
@@ -99,7 +99,7 @@ class SegmentPool:
         return found, layout
 
     def leave(self, segment: Segment, *, lost: bool = False) -> None:
-        """One user less; `lost` where it may read on although nothing is heard of it."""
+        """One user less; `lost` where it may read on although nothing is received from it."""
         segment.users -= 1
         segment.lost = segment.lost or lost
         if segment.users == 0:

@@ -40,7 +40,7 @@ def tool_schema(name: str, function: Callable[..., object]) -> dict[str, object]
         if parameter.kind is parameter.POSITIONAL_ONLY or parameter.name not in hints:
             raise ConfigError(
                 f"the tool {name} needs a type for {parameter.name}, which must be a parameter by "
-                "name: the model is told of both"
+                "name: the model sees both"
             )
         properties[parameter.name] = _kind(name, parameter.name, hints[parameter.name])
         if parameter.default is parameter.empty:
@@ -108,7 +108,7 @@ class Tool:
 class ToolPool:
     """Processes that run tools, shared by any number of environments and threads.
 
-    A tool that hangs or ends its process costs that process, which is begun anew.
+    A tool that hangs or ends its process costs that process, which is begun again.
     """
 
     def __init__(self, tools: Sequence[Tool], *, workers: int = 2) -> None:
@@ -129,7 +129,7 @@ class ToolPool:
         return [tool.schema for tool in self._tools.values()]
 
     def call(self, name: str, arguments: str) -> str:
-        """The tool's answer: the result as text (JSON if it is no text), or `error: …`.
+        """The tool's answer: the result as text (JSON if it is not text), or `error: …`.
 
         Args:
           name: of the tool.
@@ -141,7 +141,7 @@ class ToolPool:
         try:
             given = json.loads(arguments or "{}")
         except ValueError as error:
-            return f"error: the arguments are no JSON: {error}"
+            return f"error: the arguments are not JSON: {error}"
         if not isinstance(given, dict):
             return "error: the arguments must be a JSON object"
         worker = self._idle.get()

@@ -12,7 +12,7 @@ __all__ = ["GuessNumber", "calculate"]
 
 
 class GuessNumber:
-    """The model guesses a number and is told whether it is higher or lower.
+    """The model guesses a number and learns whether it is higher or lower.
 
     The reward `solved` is 1 for the right number, less a little for each guess before it;
     `readable` counts turns with a number in them, at a tenth of their share.

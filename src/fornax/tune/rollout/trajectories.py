@@ -70,9 +70,9 @@ def run_trajectories(
 
     Raises:
       ConfigError: lists of unequal lengths, or `n` above 1.
-      EngineError: from the sampler, or a template that cannot go on after the model's tokens. An
-        environment that raises, answers what is no answer, or begins with more than the model has
-        room for fails its own trajectory only.
+      EngineError: from the sampler, or a template that cannot continue after the model's tokens. An
+        environment that raises, answers what is not an answer, or begins with more than the model
+        has room for fails its own trajectory only.
     """
     tasks = _tasks(environments, records, settings, seeds, task_seeds)
     if not tasks:
@@ -96,9 +96,9 @@ def run_in_parts(
 ) -> list[Trajectory]:
     """Run every trajectory to its end, with the same bits whatever the speed of anything.
 
-    All trajectories of a part that go on draw their next turn together, beginning with an empty
+    All trajectories of a part that continue draw their next turn together, beginning with an empty
     cache. Parts do not wait for each other: while environments of one step, another's turns are
-    drawn. Where environments repeat, the log-probs do, to the bit.
+    drawn. Where environments repeat, the log-probs do, bit for bit.
 
     Args:
       sampler: draws the turns, from a thread for each part.
@@ -222,7 +222,7 @@ class _Task:
 
     def _routed(self, own: Sequence[Completion]) -> np.ndarray | None:
         """The experts of all that the model read: of each turn's own tokens those they were drawn
-        with, whatever later turns computed anew."""
+        with, whatever later turns recomputed."""
         given = [part.routed_experts for part in own if part.routed_experts is not None]
         if not given:
             return None
@@ -341,7 +341,7 @@ class _Loop:
         self._submit(task)
 
     def _take_step(self, task: _Task, turn: object) -> None:
-        """Go on with what `step` returned."""
+        """Continue with what `step` returned."""
         if not isinstance(turn, Turn):
             raise DataError(f"step returned a {type(turn).__name__}; it must return a Turn")
         answers = _messages(turn.messages, "step")
@@ -408,5 +408,7 @@ def _messages(given: object, method: str) -> list[Message]:
         raise DataError(f"{method} returned a {type(given).__name__}; it must return messages")
     for each in given:
         if not (isinstance(each, Mapping) and isinstance(each.get("role"), str)):
-            raise DataError(f"{method} returned {each!r:.80}, which is no message: it has no role")
+            raise DataError(
+                f"{method} returned {each!r:.80}, which is not a message: it has no role"
+            )
     return list(given)

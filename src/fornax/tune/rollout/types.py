@@ -1,6 +1,6 @@
 """What rollouts are made of: completions, turns, trajectories, and the environment's protocol.
 
-Legend: P tokens of a prompt, T tokens of a completion, L layers with experts, k experts a token.
+Legend: P tokens of a prompt, T tokens of a completion, L layers with experts, k experts per token.
 """
 
 from collections.abc import Mapping, Sequence

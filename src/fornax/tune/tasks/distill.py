@@ -77,7 +77,7 @@ class Distillation:
         folder = tokenizer_folder(Path(path).expanduser())
         if folder is None:
             raise ConfigError(
-                f"no tokenizer lies with teacher={path}, so nothing says that its tokens are the "
+                f"there is no tokenizer in teacher={path}, so nothing says that its tokens are the "
                 "student's; put its tokenizer.json there"
             )
         tokenizer = self.origin.tokenizer
@@ -299,7 +299,8 @@ def distill_loss(
         "agreement": (sums.agreement_sum, weight),
     }
     if hard or config.hard_weight:
-        data = linear_cross_entropy(x_BTD, w_DV, batch["targets"], weights_BT, softcap=softcap)
+        with jax.named_scope("loss"):
+            data = linear_cross_entropy(x_BTD, w_DV, batch["targets"], weights_BT, softcap=softcap)
         metrics["cross_entropy"] = (jax.lax.stop_gradient(data.loss_sum), weight)
         metrics["accuracy"] = (data.correct_sum, weight)
         if config.hard_weight:

@@ -189,7 +189,7 @@ def _balance(loaded: Loaded[LabelledTokens], config: KTOConfig) -> str:
     other = len(loaded.items) - desirable
     counts = f"{desirable:,} examples are desirable, {other:,} are not"
     if not desirable or not other:
-        return f"{counts}: with one kind alone there is nothing to tell apart"
+        return f"{counts}: with only one kind there is nothing to compare"
     balance = config.desirable_weight * desirable / (config.undesirable_weight * other)
     if 1 / 4 <= balance <= 4:
         return counts

@@ -20,6 +20,7 @@ from flax import nnx
 from fornax import adapters
 from fornax.mesh import fit_mesh, make_mesh
 from fornax.models import Decoder, Remat, Routing, token_logprobs
+from fornax.quant import check_training, quantize_products
 from fornax.train.task import Batch, Batches, Hosts, Loss, Means, PostTraining, Task
 from fornax.tune.config import ReferenceConfig, TuneConfig
 from fornax.tune.data import ExtendedStream, Loaded, LoaderOptions, PairTokens, preference_batches
@@ -254,6 +255,7 @@ def reference_of(
         config, model=model, lora=None, reference_model=None, freeze_router=False
     )
     theirs = read_origin(other)
+    check_training(config.quant, theirs.model_config, config.mesh)
     check_same_tokens(
         theirs.tokenizer,
         origin.tokenizer,
@@ -304,12 +306,16 @@ class PairRows:
         weights = weights_fingerprint(reference.path)
         models: list[Decoder] = []
 
+        def logprobs(model: Decoder, batch: Batch) -> jax.Array:
+            # By the policy's own products, so that equal weights give equal numbers.
+            return completion_logprobs(quantize_products(model, config.quant, None), batch).logps
+
         def compute(split: str) -> np.ndarray:
             if not models:
                 models.append(reference.policy.pretrained(mesh, rules))
             return for_each_example(
                 models[0],
-                lambda model, batch: completion_logprobs(model, batch).logps,
+                logprobs,
                 self._open(split, loader_options(config, hosts, train=False), {}),
                 len(self.splits[split].items),
                 hosts=hosts,
@@ -335,4 +341,7 @@ def _fingerprint(loaded: Loaded[PairTokens]) -> str:
 
 def _how(config: TuneConfig) -> str:
     quantized = None if config.lora is None else config.lora.quantize
-    return f"params {config.dtypes.params}, compute {config.dtypes.compute}, base {quantized}"
+    how = f"params {config.dtypes.params}, compute {config.dtypes.compute}, base {quantized}"
+    if config.quant.scheme is not None:
+        how += f", products {config.quant.scheme} without {list(config.quant.exclude)}"
+    return how

@@ -46,7 +46,7 @@ def check_samplers(config: DistillConfig) -> None:
     given = find_samplers() is not None
     if given and config.on_policy is None:
         raise ConfigError(
-            "tune distill draws completions with on_policy alone; add --on-policy.share 0.5, or "
+            "tune distill draws completions only with on_policy; add --on-policy.share 0.5, or "
             "leave --samplers out"
         )
     if not given and config.on_policy is not None:

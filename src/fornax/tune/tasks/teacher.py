@@ -179,7 +179,7 @@ class OnPolicyStream(ExtendedStream):
     """A stream that in a share of the steps has the student answer the prompts of its rows.
 
     Which steps those are and what is drawn follow from the seed, the step and the weights: a run
-    that goes on draws what it would have drawn, and so does one of more hosts.
+    that is resumed draws what it would have drawn, and so does one of more hosts.
     """
 
     def __init__(

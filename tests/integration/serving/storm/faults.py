@@ -124,7 +124,7 @@ class Faults:
 
     async def _reason(self, model: str, version: int) -> str:
         """Why a version is not served; waits until the server has looked."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(240):
             while True:
                 _, index = await self.storm.call("POST", "/v2/repository/index", {})
                 mine = [e for e in index if e["name"] == model and e.get("version") == str(version)]

@@ -34,6 +34,8 @@ class FakeServer:
     connections: int = 0
     running: int = 0
     most_running: int = 0
+    wait_for: int = 0
+    """Streams begin only when so many have run at once."""
     warm_after: int = 0
     """/ready, or /health, fails so many times first."""
     knows_ready: bool = True
@@ -41,7 +43,8 @@ class FakeServer:
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer requests of one connection."""
         self.connections += 1
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        gone = contextlib.suppress(ConnectionError, asyncio.IncompleteReadError)
+        with contextlib.closing(writer), gone:  # closed when it is cancelled too
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 first, *lines = head.strip().split("\r\n")
@@ -50,7 +53,6 @@ class FakeServer:
                 await self._answer(first.split()[1], headers, body, writer)
                 if self.close_after_answer:
                     break
-        writer.close()
 
     async def _answer(
         self, path: str, headers: dict[str, str], body: bytes, writer: asyncio.StreamWriter
@@ -93,6 +95,8 @@ class FakeServer:
         )
         if chat:
             _chunk(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        while self.most_running < self.wait_for:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(self.first_s)
         for number in range(count):
             if broken and number == count // 2:
@@ -138,9 +142,9 @@ def server() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    ready.wait(10)
+    assert ready.wait(120)
     yield fake
     loop, done = stop
     loop.call_soon_threadsafe(done.set)
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()

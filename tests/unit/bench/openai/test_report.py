@@ -11,6 +11,7 @@ SMALL = ["--num-prompts", "4", "--random-input-len", "5", "--random-output-len",
 
 def test_the_command_prints_what_it_measured(server, capsys):
     words = ["bench", "serve", "--base-url", server.url, *SMALL, "--request-rate", "inf"]
+    words += ["--price", "3600000", "--chips", "2"]
     slow = ["--goodput", "ttft:60000", "tpot:60000", "--percentile-metrics", "ttft,e2el"]
     assert main([*words, *slow, "--metric-percentiles", "50,99.9"]) == 0
     lines = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines() if ":" in line)
@@ -21,6 +22,10 @@ def test_the_command_prints_what_it_measured(server, capsys):
     assert values["Request goodput (req/s)"] == values["Request throughput (req/s)"]
     assert values["P50 TTFT (ms)"] <= values["P99.9 TTFT (ms)"]
     assert "Mean E2EL (ms)" in values
+    cost = 2000 * values["Benchmark duration (s)"]
+    assert values["Cost of the run (US$)"] == pytest.approx(cost, abs=2000 * 0.005 + 0.01 * cost)
+    per_million = values["Cost of the run (US$)"] / 12 * 1e6
+    assert values["Cost per 1M output tokens (US$)"] == pytest.approx(per_million, rel=0.01)
     assert "Mean TPOT (ms)" not in values
 
 

@@ -2,10 +2,12 @@
 
 import json
 import time
+from collections.abc import Iterator
 
 import pytest
 
 from fornax.bench import BenchConfig, bench, summarise
+from fornax.bench.load import arrival_times
 from fornax.config import ConfigError, EngineError
 
 
@@ -24,7 +26,7 @@ def test_times_and_counts_are_those_of_the_server(server):
         assert (outcome.prompt_tokens, outcome.output_tokens, outcome.text) == (5, 4, "aaaa")
         assert outcome.first_token >= 0.05
         assert len(outcome.gaps) == 3
-        assert sum(outcome.gaps) >= 0.055
+        assert outcome.latency >= 0.105  # a client that is late for the first sees shorter gaps
         assert outcome.latency == pytest.approx(outcome.first_token + sum(outcome.gaps))
     assert run.seconds >= max(outcome.latency for outcome in run.outcomes)
 
@@ -48,7 +50,7 @@ def test_the_same_seed_sends_the_same(server):
 
 
 def test_no_more_requests_in_flight_than_allowed(server):
-    server.gap_s = 0.01
+    server.gap_s, server.wait_for = 0.01, 3
     run = bench(config(server, num_prompts=12, max_concurrency=3))
     assert server.most_running == 3
     result = summarise(config(server, max_concurrency=3), run.outcomes, run.seconds)
@@ -71,8 +73,8 @@ def test_requests_are_sent_at_the_rate(server):
     start = time.perf_counter()
     run = bench(config(server, num_prompts=20, request_rate=50))
     assert time.perf_counter() - start >= 0.4
-    sent = sorted(outcome.started for outcome in run.outcomes)
-    assert sent[-1] - sent[0] >= 0.3
+    for due, outcome in zip(arrival_times(20, rate=50), run.outcomes, strict=True):
+        assert outcome.started - start >= due
 
 
 def test_refusals_count_as_failed_with_what_the_server_said(server):
@@ -105,12 +107,12 @@ def test_a_missing_server_is_named(unused_port):
 
 
 @pytest.fixture
-def unused_port() -> int:
+def unused_port() -> Iterator[int]:
     import socket
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    with socket.socket() as held:  # as long as the test runs, so that nobody else gets it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.mark.parametrize("knows_ready", [True, False])
@@ -201,10 +203,11 @@ def test_default_lengths_fit_the_context_of_the_model(server):
 def test_a_recorded_trace_is_replayed_at_its_times(server, tmp_path):
     trace = tmp_path / "trace.jsonl"
     rows = [
-        {"timestamp": 5000 + 150 * n, "input_length": 20, "output_length": n + 1, "hash_ids": [9]}
+        {"timestamp": 600000 + 150 * n, "input_length": 20, "output_length": n + 1, "hash_ids": [9]}
         for n in range(3)
     ]
     trace.write_text("\n".join(map(json.dumps, rows)))
+    start = time.perf_counter()
     run = bench(
         config(
             server,
@@ -214,9 +217,10 @@ def test_a_recorded_trace_is_replayed_at_its_times(server, tmp_path):
         )
     )
     assert [outcome.output_tokens for outcome in run.outcomes] == [1, 2, 3]
-    sent = [outcome.started for outcome in run.outcomes]
-    assert sent[1] - sent[0] == pytest.approx(0.15, abs=0.1)
-    assert sent[2] - sent[0] == pytest.approx(0.3, abs=0.1)
+    sent = [outcome.started - start for outcome in run.outcomes]
+    assert sent[1] >= 0.15
+    assert sent[2] >= 0.3
+    assert sent[0] < 300  # their times are from the first one's
     heads = {tuple(body["prompt"][:16]) for body in server.bodies}
     tails = {tuple(body["prompt"][16:]) for body in server.bodies}
     assert (len(heads), len(tails)) == (1, 3)

@@ -4,6 +4,7 @@ import pytest
 
 from fornax.bench import BenchConfig, Outcome, summarise
 from fornax.bench.openai.report import goodput
+from fornax.config import ConfigError
 
 
 def outcome(started: float, first: float, *gaps: float, **more) -> Outcome:
@@ -31,6 +32,31 @@ def test_counts_and_rates():
     assert result["request_goodput"] is None
     assert result["max_output_tokens_per_s"] == 5.0
     assert result["max_concurrent_requests"] == 2
+
+
+def test_a_price_says_what_tokens_cost():
+    """Four seconds of two chips at 9 an hour are 0.02."""
+    result = summarise(BenchConfig(price=9.0, chips=2), RUN, 4.0)
+    assert result["cost_usd"] == pytest.approx(0.02)
+    assert result["cost_per_million_output_tokens_usd"] == pytest.approx(0.02 / 6 * 1e6)
+    assert result["cost_per_million_tokens_usd"] == pytest.approx(0.02 / 36 * 1e6)
+    assert not any("cost" in name for name in summarise(BenchConfig(), RUN, 4.0))
+    failed = summarise(BenchConfig(price=9.0), RUN[-1:], 4.0)
+    assert failed["cost_per_million_output_tokens_usd"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"price": -1.0}, "price=-1.0 is not a price"),
+        ({"price": float("nan")}, "price=nan is not a price"),
+        ({"price": 1.0, "chips": 0}, "chips=0 must be at least 1"),
+        ({"chips": 8}, "chips=8 is for price, which is not given; add --price"),
+    ],
+)
+def test_what_is_no_price_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        BenchConfig(**options)
 
 
 def test_latencies():

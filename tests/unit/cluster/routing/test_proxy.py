@@ -23,10 +23,10 @@ LONG = "a long beginning of a prompt that fills some blocks " * 10
 
 
 def run(test):
-    """Run a coroutine to its end, within a minute."""
+    """Run a coroutine to its end, if it has one."""
 
     async def bounded():
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(600):
             await test
 
     asyncio.run(bounded())
@@ -183,7 +183,7 @@ def test_a_replica_answers_its_router_alone(tmp_path, tls):
         await piece(send, b"", more=False)
 
     async def ask(url, **options):
-        async with httpx.AsyncClient(**options) as client:
+        async with httpx.AsyncClient(**{"timeout": 120, **options}) as client:
             return await client.get(f"{url}/v1/models")
 
     async def test():
@@ -475,6 +475,26 @@ class TestHost:
                 assert sum(len(each.seen) for each in router.upstreams) == 3
                 ready = await router.client.get("/v2/health/ready")
                 assert ready.json() == {"ready": True, "replicas": {"0": "ready", "1": "ready"}}
+
+        run(test())
+
+    def test_client_router_and_replica_know_a_request_by_one_id(self, tmp_path, config):
+        async def test():
+            async with routed(tmp_path, fine, host=config) as router:
+                user = {"authorization": "Bearer user"}
+                for given, kept in (
+                    ({"x-request-id": "mine"}, True),
+                    ({"x-request-id": "a b"}, False),
+                ):
+                    path, headers = "/v2/models/m/infer", {**user, **given}
+                    found = await router.client.post(path, json={}, headers=headers)
+                    [name] = found.headers.get_list("x-request-id")
+                    assert (name == given["x-request-id"]) == kept
+                    seen = router.upstreams[0].seen[-1].scope["headers"]
+                    assert [v for n, v in seen if n == b"x-request-id"] == [name.encode()]
+                refused = await router.client.post(path, json={}, headers={"x-request-id": "mine"})
+                assert refused.status_code == 401
+                assert refused.headers["x-request-id"] == "mine"
 
         run(test())
 

@@ -3,24 +3,17 @@
 Legend: M samples, V vocabulary, R rows.
 """
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fornax.llm.sampling import reductions
 from fornax.llm.sampling.masks import mask_words, token_mask
 from fornax.llm.sampling.sampler import sample, score
 from fornax.llm.sampling.state import RowParams, init_sampler_state, load_row
-from fornax.llm.sampling.top_k_top_p import filtered, limit_of_row
 from fornax.llm.sampling_params import SamplingParams
 
 V, R, K = 613, 6, 5
 LOAD = jax.jit(load_row)
-FILTER = jax.jit(filtered)
-BISECT = jax.jit(limit_of_row)
 SCORE = jax.jit(score, static_argnums=2)
 SAMPLE = jax.jit(sample, static_argnames=("num_logprobs", "logprobs_mode"))
 
@@ -94,66 +87,8 @@ def test_any_size_of_vocabulary(vocab):
     assert out.tokens.tolist() == logits.argmax(1).tolist()
 
 
-FILTERS: list[dict[str, Any]] = [
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": 300},
-    {"top_p": 0.01},
-    {"top_p": 0.5},
-    {"top_p": 0.97},
-    {"top_p": 0.999},
-    {"min_p": 0.1},
-    {"min_p": 1.0},
-    {"top_k": 40, "top_p": 0.7},
-    {"top_k": 200, "top_p": 0.97},
-    {"top_k": 100, "top_p": 0.9, "min_p": 0.02},
-]
-
-
-@pytest.mark.parametrize("scale", [0.3, 4.0])
-@pytest.mark.parametrize("given", FILTERS)
-def test_only_tokens_that_the_definition_keeps_are_drawn(given, scale):
-    params = SamplingParams(temperature=0.8, **given)
-    logits = logits_of(1, scale=scale)[0]
-    weights = filtered_weights(logits, params)
-    assert set(np.flatnonzero(weights).tolist()) == kept_by_definition(logits, params)
-
-
-def filtered_weights(logits, params):
-    depth_MGL = reductions.split(((logits.max() - logits) / params.temperature)[None], np.inf)
-    choice = jax.tree.map(lambda leaf: np.asarray(leaf)[None], row_of(params, len(logits)).choice)
-    weights = FILTER(depth_MGL, jnp.exp(-depth_MGL), choice)
-    return np.asarray(weights).reshape(-1)[: len(logits)]
-
-
 def row_of(params, vocab):
     return RowParams.make(params, seed=0, prompt=(), output=(), vocab_size=vocab)
-
-
-def test_equal_logits_stay_together():
-    logits = np.zeros(V, np.float32)
-    logits[:10] = 3.0
-    logits[10:400] = 2.0
-    for params, expected in [
-        (SamplingParams(top_k=3), 10),
-        (SamplingParams(top_k=11), 400),
-        (SamplingParams(top_p=0.9), 400),
-    ]:
-        weights = filtered_weights(logits, params)
-        assert np.flatnonzero(weights).tolist() == list(range(expected))
-
-
-def test_search_of_least_depths_and_bisection_agree():
-    """The near search knows its limits below the 128th depth; bisection must find the same."""
-    for seed in range(5):
-        logits = logits_of(1, seed=seed, vocab=2000, scale=1.0)[0]
-        depth = reductions.split((logits.max() - logits)[None], np.inf)
-        for top_k, top_p in [(50, 1.0), (100, 0.9), (2000, 0.03)]:
-            params = SamplingParams(top_k=top_k, top_p=top_p)
-            near = filtered_weights(logits, params)
-            limit = BISECT(depth[0], jnp.exp(-depth[0]), jnp.int32(top_k), jnp.float32(top_p))
-            far = np.where(logits.max() - logits <= limit, np.exp(logits - logits.max()), 0)
-            assert np.array_equal(near > 0, far > 0)
 
 
 def probabilities(logits, params):

@@ -23,6 +23,17 @@ def error_of(reply, status):
     return error
 
 
+def refusal_seconds(app, path, body):
+    """Processor time that a refusal takes at least: what else the process and a virtual machine do
+    meanwhile is counted too."""
+    content, seconds = json.dumps(body), []
+    for _ in range(4):
+        begin = time.process_time()
+        error_of(app.post(path, content=content), 400)
+        seconds.append(time.process_time() - begin)
+    return min(seconds)
+
+
 @pytest.mark.parametrize(
     ("change", "param", "limit"),
     [
@@ -93,10 +104,7 @@ def test_a_body_of_many_errors_is_refused_at_the_first(make_app, change):
     """Each error described is 10 microseconds of every thread."""
     app = make_app()
     error_of(app.post("/v1/completions", {**COMPLETION, "temperature": "warm"}), 400)
-    content = json.dumps({**COMPLETION, **change})
-    begin = time.process_time()
-    error_of(app.post("/v1/completions", content=content), 400)
-    assert time.process_time() - begin < 0.2
+    assert refusal_seconds(app, "/v1/completions", {**COMPLETION, **change}) < 0.2
 
 
 def test_chats_and_metadata_of_many_errors_are_refused_at_the_first(make_app):
@@ -106,10 +114,7 @@ def test_chats_and_metadata_of_many_errors_are_refused_at_the_first(make_app):
         {"metadata": {str(i): 1 for i in range(60_000)}},
         {"documents": [{str(i): 1 for i in range(60_000)}]},
     ):
-        content = json.dumps({**CHAT, **change})
-        begin = time.process_time()
-        error_of(app.post("/v1/chat/completions", content=content), 400)
-        assert time.process_time() - begin < 0.2
+        assert refusal_seconds(app, "/v1/chat/completions", {**CHAT, **change}) < 0.2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.mock_engine import MockEngine
 
 from fornax.config import ConfigError, EngineError, ServingError
 from fornax.llm.host_entry import LLMEntry
+from fornax.llm.server.preprocessing import PromptEncoder
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def _bytes(*texts):
 
 def _request(*prompts, parameters=None, **inputs):
     inputs = {"text_input": _bytes(*prompts), **inputs} if prompts else inputs
-    return SimpleNamespace(inputs=inputs, parameters=parameters or {}, priority=0)
+    parameters = parameters or {}
+    return SimpleNamespace(inputs=inputs, parameters=parameters, priority=0, request_id="r-1")
 
 
 def _sampling(**fields):
@@ -88,13 +90,13 @@ def test_parameters_of_the_request_are_fields_too_and_n_makes_outputs(make_entry
         (_request("a", stream=np.array([True])), "stream=true takes a call"),
         (_request("a", stream=np.array([1.0])), "send one BOOL"),
         (_request("a", sampling_parameters=_bytes("{")), "not JSON"),
-        (_request("a", sampling_parameters=_bytes("[]")), "no JSON object"),
+        (_request("a", sampling_parameters=_bytes("[]")), "not a JSON object"),
         (_request("a", sampling_parameters=_bytes("{}", "{}")), "2 elements"),
-        (_request("a", sampling_parameters=_sampling(temprature=1)), "temprature is no field"),
+        (_request("a", sampling_parameters=_sampling(temprature=1)), "temprature is not a field"),
         (_request("a", sampling_parameters=_sampling(temperature=9)), "temperature"),
         (_request("a", sampling_parameters=_sampling(temperature="hot")), "temperature"),
         (_request("a", sampling_parameters=_sampling(max_tokens=100)), "context has 64"),
-        (_request("a", parameters={"output_kind": 1}), "output_kind is no field"),
+        (_request("a", parameters={"output_kind": 1}), "output_kind is not a field"),
         (_request("a", "b", parameters={"n": 2, "temperature": 1}), "goes with one prompt"),
         (_request("hello " * 100), "context has 64|the context 64"),
         (_request("a", sampling_parameters=_sampling(stop=["x" * 5000])), "max_stop_characters"),
@@ -159,7 +161,7 @@ def test_a_stop_lets_what_runs_finish(make_entry):
         running = asyncio.ensure_future(entry.infer(request))
         await asyncio.sleep(0.03)
         started = time.monotonic()
-        await entry.stop(10.0)
+        await entry.stop(240.0)
         with pytest.raises(ServingError) as caught:
             await entry.infer(request)
         return (await running)["text_output"], caught.value.code.http, time.monotonic() - started
@@ -167,7 +169,32 @@ def test_a_stop_lets_what_runs_finish(make_entry):
     texts, status, seconds = asyncio.run(work())
     assert len(texts) == 1
     assert status == 503
-    assert seconds < 5
+    assert seconds < 120
+
+
+def test_a_stop_waits_for_what_is_not_in_the_engine_yet(make_entry, monkeypatch):
+    entry = make_entry()
+    encode = PromptEncoder.encode
+
+    async def work():
+        held = asyncio.Event()
+
+        async def late(*words, **options):
+            await held.wait()
+            return await encode(*words, **options)
+
+        monkeypatch.setattr(PromptEncoder, "encode", late)
+        await entry.start()
+        running = asyncio.ensure_future(entry.infer(_request("hello")))
+        await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(entry.stop(240.0))
+        await asyncio.sleep(0.2)
+        assert not stopping.done()
+        held.set()
+        await stopping
+        return (await asyncio.wait_for(running, 120))["text_output"]
+
+    assert len(asyncio.run(work())) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,7 +211,7 @@ def test_settings_that_mean_nothing_here_are_refused(make_entry, settings, messa
 
 
 def test_a_model_that_is_not_there_is_said_at_the_start(make_entry):
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is neither a folder nor a GGUF file"):
         asyncio.run(make_entry(model="nowhere").start())
 
 
@@ -245,7 +272,7 @@ def test_closing_the_pieces_gives_the_request_up(make_entry, monkeypatch):
     monkeypatch.setattr(
         MockEngine, "_abort", lambda self, stream: (given_up.append(stream), abort(self, stream))
     )
-    entry = make_entry(engine={"step_seconds": 0.01})
+    entry = make_entry(engine={"step_seconds": 0.2})  # ten seconds for all
     request = _request("hello", stream=STREAM, parameters={"max_tokens": 50})
     found, _ = _pieces(entry, request, most=1)
     assert len(found) == len(given_up) == 1
@@ -257,7 +284,7 @@ def test_closing_the_pieces_gives_the_request_up(make_entry, monkeypatch):
     [
         (_request("a", "b", stream=STREAM), "2 prompts"),
         (_request("a", stream=STREAM, exclude_input_in_output=np.array([False])), "does not go"),
-        (_request("a", stream=STREAM, parameters={"max_tokens": "many"}), "is no number"),
+        (_request("a", stream=STREAM, parameters={"max_tokens": "many"}), "is not a number"),
     ],
 )
 def test_what_cannot_come_in_pieces_is_refused_with_the_reason(make_entry, request_, message):

@@ -48,7 +48,7 @@ def test_content_comes_as_the_template_reads_it(source: str, content: Any, expec
         (_user({1, 2}), "given a set"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "arguments of 'f' are no JSON",
+            "arguments of 'f' are not JSON",
         ),
     ],
 )
@@ -75,7 +75,7 @@ def test_a_template_that_fails_or_breaks_out_refuses_the_conversation(source: st
 
 
 def test_a_template_that_is_no_jinja_is_refused() -> None:
-    with pytest.raises(EngineError, match="is no Jinja"):
+    with pytest.raises(EngineError, match="is not Jinja"):
         ChatTemplate("{% for %}")
 
 

@@ -149,7 +149,7 @@ _TOOLS: list[dict[str, Any]] = [
 
 def _takes(schema: dict[str, Any], text: str) -> bool:
     tokenizer = train_bpe(['[{"name": "f", "parameters": {"a": 1}}]'], 300)
-    compiler = GrammarCompiler(tokenizer.backend, 300, [tokenizer.eos_id or 0])
+    compiler = GrammarCompiler(tokenizer.backend, 300, [tokenizer.eos_id or 0], seconds=240)
     grammar = compiler.compile(StructuredOutputsParams(json=schema))
     compiler.close()
     ids = [*map(int, tokenizer.encode(text)), tokenizer.eos_id or 0]

@@ -83,13 +83,25 @@ def test_replicas_add_up_gradients_of_their_shards() -> None:
 
 
 def test_tensor_parallelism_adds_up_both_branches_forward_and_backward() -> None:
-    """Two sums of the residual stream a layer and pass, and one more for what is done again."""
+    """Of a whole stream: two sums a layer and pass, and one more for what is done again."""
     stream = 4 * 2048 * 1024 * 2
     for remat, sums in (("dots", 4), ("full", 5)):
-        found = _estimate(mesh={"fsdp": 4, "tensor": 2}, batch_size=16, remat=remat)
+        mesh = {"fsdp": 4, "tensor": 2, "rules": {"activation_embed": ()}}
+        found = _estimate(mesh=mesh, batch_size=16, remat=remat)
         rows = [row for row in found.step.collectives if "branches" in row.what]
         assert sum(row.count for row in rows) == sums * 8
         assert {row.bytes for row in rows} == {stream}
+
+
+def test_a_residual_stream_in_parts_is_gathered_and_reduced_at_each_branch() -> None:
+    """As many exchanges of the stream as there are sums of a whole one, in two halves each."""
+    stream = 4 * 2048 * 1024 * 2
+    for remat, gathered, reduced in (("dots", 6, 4), ("full", 6, 5)):
+        found = _estimate(mesh={"fsdp": 4, "tensor": 2}, batch_size=16, remat=remat)
+        rows = [row for row in found.step.collectives if "branches" in row.what]
+        assert {row.bytes for row in rows} == {stream}
+        for kind, count in (("all-gather", gathered), ("reduce-scatter", reduced)):
+            assert sum(row.count for row in rows if row.kind == kind) == count * 8
 
 
 def test_context_parallelism_gathers_keys_and_values() -> None:
@@ -147,12 +159,14 @@ def test_offloaded_activations_leave_the_device_for_the_host() -> None:
 
 
 def test_optimizer_state_follows_the_optimizer() -> None:
-    """Two moments, half-width ones, one, factored ones, none."""
+    """Two moments, half-width ones, 8-bit ones but for embeddings and head, one, factored ones,
+    none."""
     sizes = {
         name: _estimate(optim={"optimizer": told}).memory.owned("optimizer")
         for name, told in {
             "adamw": {"type": "adamw"},
             "bf16": {"type": "adamw", "mu_dtype": "bfloat16"},
+            "8bit": {"type": "adamw8bit"},
             "lion": {"type": "lion"},
             "adafactor": {"type": "adafactor"},
             "sgd": {"type": "sgd", "momentum": None},
@@ -161,6 +175,10 @@ def test_optimizer_state_follows_the_optimizer() -> None:
     parameters = _estimate().memory.owned("parameters")
     assert sizes["adamw"] == pytest.approx(2 * parameters, rel=1e-3)
     assert sizes["bf16"] == pytest.approx(1.5 * parameters, rel=1e-3)
+    # Bytes of the layers' matrices on one of eight devices.
+    layers = 4 * (1024 * 128 * (2 * 8 + 2 * 4) + 3 * 1024 * 4096)
+    eighths = 2 * (parameters - layers) + layers * (2 + 2 * 4 / 64) / 4
+    assert sizes["8bit"] == pytest.approx(eighths, rel=0.01)
     assert sizes["lion"] == pytest.approx(parameters, rel=1e-3)
     assert sizes["adafactor"] < 0.1 * parameters
     assert sizes["sgd"] < 0.01 * parameters

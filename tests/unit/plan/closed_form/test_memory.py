@@ -6,6 +6,7 @@ or, where that was not kept, the peak of what is alive in it, which is 1 to 2 % 
 `memory_analysis` of libtpu 0.0.42 gives for temporaries is another, larger figure.)
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from typing import Any
 import pytest
 
 from fornax.config import from_mapping
+from fornax.mesh import DtypePolicy
+from fornax.models import num_parameters
 from fornax.plan.cost.estimate import estimate
 from fornax.plan.topology import parse_topology
+from fornax.quant import QuantConfig
 from fornax.train import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -56,3 +60,19 @@ def test_products_are_the_compiled_programs(name: str) -> None:
     products = sum(one.flops for one in found.step.work if one.name in _PRODUCTS)
     devices = found.topology.chip.devices
     assert products / devices == pytest.approx(row["product_flops"], rel=0.01)
+
+
+def test_rounding_weights_takes_memory_and_time() -> None:
+    """Of all linear maps of the layers, in the parameters' dtype; in another they are rounded into
+    the cast."""
+    row = COMPILED["small-fsdp-context-dots"]
+    config = from_mapping(TrainConfig, row["config"])
+    same = dataclasses.replace(config, dtypes=DtypePolicy(params="float32", compute="float32"))
+    for each, copies in ((config, 0), (same, 1)):
+        rounded = dataclasses.replace(each, quant=QuantConfig(qat="w4a16"))
+        was, now = (estimate(x, parse_topology(row["topology"])) for x in (each, rounded))
+        assert each.model is not None
+        layers = num_parameters(each.model) - 2 * each.model.vocab_size * each.model.hidden_size
+        grown = now.memory.total - was.memory.total
+        assert grown == pytest.approx(copies * 4 * layers / config.mesh.fsdp, rel=0.1)
+        assert now.step.step_seconds > was.step.step_seconds

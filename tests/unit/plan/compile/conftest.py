@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fornax.plan import cpu
+from fornax.mesh.hardware import cpu
 
 _BUILDER = """
 import os, signal, time

@@ -78,7 +78,7 @@ def test_failures_are_passed_on(toy: str, what: str, kind: type[FornaxError], sa
 
 
 def _await(file: Path) -> int:
-    for _ in range(600):
+    for _ in range(3000):
         if file.is_file() and file.read_text():
             return int(file.read_text())
         time.sleep(0.1)
@@ -128,7 +128,7 @@ def test_an_interrupt_leaves_no_child(toy: str, tmp_path: Path) -> None:
 
 
 def _gone(pid: int) -> None:
-    for _ in range(100):
+    for _ in range(3000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -221,7 +221,7 @@ def test_commands_print_the_table_and_refuse_what_they_do_not_know(
             "there is no operation 'attentio'; use one of: attention",
         ),
         (["kernels", "tune"], "needs a run"),
-        (["kernels", "tune", "--config", "x.yaml", "--limit", "0"], "limit=0 is no time"),
+        (["kernels", "tune", "--config", "x.yaml", "--limit", "0"], "limit=0 is not a time"),
         (["kernels", "tun"], "did you mean tune?"),
     ):
         assert main(words) == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.unit.plan.serving.conftest import write_config
 
+from fornax.hlo import analyse, parse
 from fornax.llm.weights import local_bytes
 from fornax.models import DecoderConfig, GatedDeltaConfig
 from fornax.plan.compile import compile_programs
@@ -115,6 +116,20 @@ def test_256_sequences_of_131072_tokens_compile(
     assert "ragged_paged_attention" in artifact.hlo
     assert artifact.owned()["cache"] == local_bytes(engine.arrays.kv)
     assert artifact.memory.temporaries < 2**26
+
+
+def test_a_step_of_decoding_reads_weights_and_cache_once(tmp_path: Path) -> None:
+    widths = {"num_layers": 8, "intermediate_size": 14_336, "tie_embeddings": False}
+    model_config = dataclasses.replace(LARGE, **widths)
+    model = read_model(write_config(tmp_path / "llama", model_config, torch_dtype="bfloat16"))
+    topology = parse_topology("v6e:1x1")
+    config = ServingConfig(max_num_seqs=32, max_num_batched_tokens=32, max_model_len=1056)
+    engine = describe_engine(model, config.engine(1), topology)
+    [step] = compile_programs(request_of(engine, ("step 32",)), topology, cache=False)
+    tables = 2 * 2 * model_config.vocab_size * model_config.hidden_size  # the head is the sampler's
+    keys = 2 * 2 * 32 * 1056 * 8 * 128 * model_config.num_layers
+    least = engine.weights.nbytes - tables + keys
+    assert analyse(parse(step.hlo), dict(step.mesh)).bytes < 1.01 * least
 
 
 def test_a_compiled_plan_agrees_with_closed_forms(tmp_path: Path) -> None:

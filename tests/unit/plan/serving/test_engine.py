@@ -17,6 +17,7 @@ from fornax.models import CacheHeads, DecoderConfig, create_decoder
 from fornax.plan.serving.engine import Engine, check_devices, describe_engine, parallel_sizes
 from fornax.plan.serving.memory import memory_of
 from fornax.plan.serving.model import ServedModel
+from fornax.plan.serving.work import attention_of
 from fornax.plan.topology import Topology, parse_topology
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -74,6 +75,8 @@ FOUR = {"tensor_parallel_size": 4}
         pytest.param("mamba", "bfloat16", {}, marks=pytest.mark.exhaustive),
         pytest.param("pageless", "float32", {}, marks=pytest.mark.exhaustive),
         ("shared", "bfloat16", {}),
+        ("llama", "bfloat16", {"kv_cache_dtype": "int8"}),
+        ("windowed", "float32", {**FOUR, "kv_cache_dtype": "fp8"}),
         pytest.param("shared", "float32", FOUR, marks=pytest.mark.exhaustive),
     ],
 )
@@ -188,6 +191,17 @@ def test_an_engine_for_an_accelerator_takes_its_share() -> None:
     alone = EngineConfig(max_model_len=512)
     heads = describe_engine(served(MODELS["llama"], "bfloat16"), alone, topology).limits.cache_heads
     assert heads == (CacheHeads(4, 64, joined=True),)
+
+
+@pytest.mark.parametrize(("codes", "tokens"), [("auto", 16), ("int8", 32), ("fp8", 32)])
+def test_the_scales_of_a_page_fill_a_tpus_lanes(codes: Any, tokens: int) -> None:
+    """16 tokens with two key heads on a device have 64 of them."""
+    model = dataclasses.replace(MODELS["llama"], head_dim=256, num_heads=8, num_kv_heads=8)
+    config = EngineConfig(tensor_parallel_size=4, max_model_len=512, kv_cache_dtype=codes)
+    engine = describe_engine(served(model, "bfloat16"), config, parse_topology("v6e:2x2"))
+    assert engine.limits.page_size == tokens
+    [group] = attention_of(engine, 256).groups
+    assert group.choice.implementation == "pallas_tpu"
 
 
 def test_parallelism_prefers_to_divide_the_cache() -> None:

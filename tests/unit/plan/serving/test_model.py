@@ -6,10 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 import pytest
+from tests.unit.llm.test_weights import CPU, floats
+from tests.unit.models.quantized_models import quantize_folder
 from tests.unit.plan.serving.conftest import MODELS, write_config
 
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.llm.config import EngineConfig
+from fornax.llm.weights import load_weights
 from fornax.models import create_decoder, num_parameters, save_pretrained
+from fornax.plan.serving.engine import described_weights
 from fornax.plan.serving.model import read_model
 
 
@@ -34,6 +39,16 @@ def test_headers_of_weights_say_the_dtype(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps({**values, "torch_dtype": "bfloat16"}))
     assert read_model(tmp_path / "m").dtype == "float32"
+
+
+@pytest.mark.slow
+def test_quantized_weights_count_as_they_are_served(tmp_path: Path) -> None:
+    folder = quantize_folder(floats(tmp_path / "floats", "llama"), tmp_path / "gptq", "gptq")
+    config = EngineConfig(dtype="bfloat16")
+    described = described_weights(read_model(folder, "bfloat16"), config, CPU)
+    assert described.nbytes == load_weights(folder, config).nbytes
+    (folder / "model.safetensors").unlink()
+    assert not read_model(folder, "bfloat16").code_formats
 
 
 def test_half_precision_asks_for_a_dtype(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_two_engines_side_by_side_beat_heads_kept_twice(large: Path) -> None:
 
 def test_gpus_are_predicted(large: Path) -> None:
     plan = predicted(large, "h100:8", ServingConfig(max_model_len=8192))
-    assert plan.engine.attention == "paged_attention: xla"
+    assert plan.engine.attention == "paged_attention: pallas_gpu"
     assert plan.origin == "predicted"
     # Three quarters of a GPU's memory are jax's, nine tenths of those the engine's.
     assert plan.memory.usable == int(0.75 * 80e9)
@@ -202,6 +202,25 @@ def test_the_command_writes_json_and_a_page(llama: Path, tmp_path: Path, capsys)
     assert "src=" not in page
 
 
+def test_a_price_says_what_tokens_cost(llama: Path, tmp_path: Path, capsys) -> None:
+    """A chip-second costs 0.001 at 3.60 an hour: a million tokens at R tokens/s/chip 1000/R."""
+    path = tmp_path / "plan.json"
+    arguments = command.Arguments(
+        model=llama, topology="v6e:2x2", itl_ms=50.0, predicted=True, price="3.60", json=path
+    )
+    assert command.run(arguments, ["--max-model-len", "256"]) == 0
+    printed = capsys.readouterr().out
+    told = json.loads(path.read_text())
+    points = [*told["decode"], *told["prompts"], *told["largest"]]
+    for point in points:
+        rate = point["tokens_per_second_per_chip"]
+        assert point["per_million_tokens"] == pytest.approx(1000 / rate)
+    assert len(told["largest"]) > 0
+    least = min(point["per_million_tokens"] for point in told["decode"])
+    assert f"at best {least:,.4g} USD per million output tokens" in " ".join(printed.split())
+    assert "USD per 1M tokens" in printed
+
+
 def test_the_command_fails_after_showing_what_does_not_fit(large: Path, capsys) -> None:
     arguments = command.Arguments(model=large, topology="v6e:2x2", predicted=True)
     flags = ["--max-model-len", "8192", "--gpu-memory-utilization", "1.0"]
@@ -235,6 +254,31 @@ def test_latents_are_counted_once_a_device(tmp_path: Path) -> None:
     assert one.memory.bytes_per_token == two.memory.bytes_per_token == 4 * 128 * 2
     assert any("keeps the latents of all tokens" in note for note in two.notes)
     assert "keys and values apart" in one.engine.attention
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    ("target", "implementation", "moved"),
+    [("h100:4", "xla", 132 + 2 * 256), ("v6e:2x2", "pallas_tpu", 132)],
+)
+def test_codes_are_counted_with_their_scales(
+    target: str, implementation: str, moved: int, codes: str, large: Path
+) -> None:
+    """On GPU XLA reads them: each code, and what it gathers, written and read. The kernels for
+    bfloat16, and for codes on TPU, read each number once."""
+    wide, narrow = (
+        predicted(large, target, ServingConfig(tensor_parallel_size=2, kv_cache_dtype=dtype))
+        for dtype in ("bfloat16", codes)
+    )
+    assert wide.memory.bytes_per_token * 132 == narrow.memory.bytes_per_token * 256
+    ours, theirs = (
+        {(p.batch, p.context): p.cache_seconds for p in plan.decode} for plan in (narrow, wide)
+    )
+    assert len(ours.keys() & theirs.keys()) > 3
+    for cell in ours.keys() & theirs.keys():
+        assert ours[cell] == pytest.approx(theirs[cell] * moved / 256, rel=0.01)
+    assert narrow.engine.cache_dtype == {"int8": "int8", "fp8": "float8_e4m3fn"}[codes]
+    assert f"paged_attention: {implementation}" in narrow.engine.attention
 
 
 def test_windows_have_groups_of_their_own(tmp_path: Path) -> None:

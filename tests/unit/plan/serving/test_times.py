@@ -263,3 +263,11 @@ def test_knows_which_kernel_runs_and_what_it_reads_twice() -> None:
     assert implementation(engine, 256) == "xla"
     # a prompt's keys are read again for every block of its queries
     assert found.prompt(0, 512).bytes > 2 * found.decode(1, 512).bytes
+    wide = served(dataclasses.replace(MODELS["llama"], head_dim=64), "bfloat16")
+    hopper, ampere = (
+        attention_of(describe_engine(wide, config, parse_topology(name)), 256).groups[0]
+        for name in ("h100:1x4", "a100:1x4")
+    )
+    assert (hopper.choice.implementation, ampere.choice.implementation) == ("pallas_gpu", "xla")
+    assert "which a GPU of 8.0 does not have" in dict(ampere.choice.declined)["pallas_gpu"]
+    assert hopper.decode(1, 512)[1] == ampere.decode(1, 512)[1] / 3

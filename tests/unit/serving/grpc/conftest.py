@@ -29,8 +29,8 @@ LIMITS = Limits(max_body_bytes=4 << 20, max_tensor_bytes=2 << 20, max_concurrent
 
 
 class FakeHost:
-    """`echo` answers its inputs, `slow` after parameter `seconds`, `broken` never does, `talk` in
-    pieces."""
+    """`echo` answers its inputs, `slow` after parameter `seconds` or when `answer_slow` is called,
+    `broken` never does, `talk` in pieces."""
 
     def __init__(self) -> None:
         self.events = Events()
@@ -39,6 +39,7 @@ class FakeHost:
         self.is_ready = True
         self.requests: list[InferRequest] = []
         self.futures: list[asyncio.Future[InferResult]] = []
+        self.slow: list[Callable[[], None]] = []
         self.cancelled = 0
         self.loaded = {("echo", "1"), ("echo", "2"), ("slow", "1"), ("broken", "1")}
 
@@ -114,10 +115,16 @@ class FakeHost:
         if request.model == "broken":
             future.set_exception(RuntimeError("a secret of the server's"))
         elif request.model == "slow":
+            self.slow.append(lambda: _answer(future, result))
             loop.call_later(float(request.parameters["seconds"]), _answer, future, result)
         else:
             future.set_result(result)
         return future
+
+    def answer_slow(self) -> None:
+        """Answer the requests that wait in `slow`."""
+        while self.slow:
+            self.slow.pop()()
 
     def _count(self, future: "asyncio.Future[InferResult]") -> None:
         self.cancelled += future.cancelled()
@@ -142,7 +149,7 @@ class Served:
 
     def run(self, coroutine: Any) -> Any:
         """The result of a coroutine in the server's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(300)
 
     def close(self) -> None:
         """Stop the server and its thread."""

@@ -1,5 +1,7 @@
 """The service by bare gRPC: tokens, TLS, health, reflection, limits, broken bytes, stopping."""
 
+import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -41,7 +43,7 @@ def channel(served):
 def _status(call, data, metadata=()):
     """The status and details of a call of bare bytes."""
     try:
-        call(data, timeout=10, metadata=metadata)
+        call(data, timeout=120, metadata=metadata)
     except grpc.RpcError as error:
         return error.code().name, error.details()
     return "OK", ""
@@ -61,7 +63,7 @@ def test_our_client(served):
         with pytest.raises(ServingError, match="nobody") as caught:
             client.infer("nobody", _X)
         assert caught.value.code is ServingCode.NOT_FOUND
-    with Client("127.0.0.1:9", timeout=2) as client, pytest.raises(ServingError) as caught:
+    with Client("127.0.0.1:9", timeout=120) as client, pytest.raises(ServingError) as caught:
         client.ready()
     assert caught.value.code is ServingCode.UNAVAILABLE
     with pytest.raises(ConfigError, match="/nothing"):
@@ -72,6 +74,41 @@ def test_the_request_id_may_come_as_metadata(served, channel):
     call = channel.unary_unary(METHODS["ModelInfer"].path)
     call(infer_message("echo", _X).SerializeToString(), metadata=(("x-request-id", "m7"),))
     assert served.host.requests[-1].id == "m7"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "code"),
+    [
+        ("ModelInfer", infer_message("echo", _X).SerializeToString(), grpc.StatusCode.OK),
+        ("ModelInfer", infer_message("nobody", _X).SerializeToString(), grpc.StatusCode.NOT_FOUND),
+        ("ModelInfer", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        ("ServerMetadata", b"", grpc.StatusCode.OK),
+        ("ServerMetadata", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+def test_every_call_has_an_id_behind_its_answer(served, channel, name, data, code):
+    def id_of(*given):
+        metadata = tuple(("x-request-id", each) for each in given)
+        outcome = channel.unary_unary(METHODS[name].path).future(data, metadata=metadata)
+        assert outcome.code() is code
+        [found] = [value for key, value in outcome.trailing_metadata() if key == "x-request-id"]
+        return found
+
+    assert id_of("m8") == "m8"
+    made = id_of("two words")
+    assert re.fullmatch("[0-9a-f]{32}", made)
+    assert id_of() != made
+
+
+def test_a_stream_has_one_id(served, channel):
+    call = channel.stream_stream(METHODS["ModelStreamInfer"].path)
+    data = infer_message("echo", _X, id="mine").SerializeToString()
+    outcome = call(iter([data, data]), metadata=(("x-request-id", "s1"),), timeout=120)
+    assert len(list(outcome)) == 2
+    assert dict(outcome.trailing_metadata())["x-request-id"] == "s1"
+    assert [(each.id, each.request_id) for each in served.host.requests[-2:]] == [
+        ("mine", "s1")
+    ] * 2
 
 
 _METHODS = [name for name, method in METHODS.items() if not method.streams]
@@ -89,7 +126,7 @@ def test_bytes_that_are_no_message_are_the_clients_fault(channel, name, data):
 def test_broken_bytes_do_not_end_a_stream(channel):
     good = infer_message("echo", _X, id="good").SerializeToString()
     call = channel.stream_stream(METHODS["ModelStreamInfer"].path)
-    answers = list(call(iter([good, b"\xff\xff", good]), timeout=10))
+    answers = list(call(iter([good, b"\xff\xff", good]), timeout=120))
     found = [METHODS["ModelStreamInfer"].response.FromString(each) for each in answers]
     assert [each.error_message[:10] for each in found] == ["", "2 bytes ar", ""]
     assert outputs_of(found[2].infer_response)["x"].tolist() == [0, 1, 2, 3]
@@ -119,7 +156,7 @@ def test_at_most_so_many_requests_are_taken(serve):
     served = serve(limits=Limits(max_concurrent_requests=2))
     with grpc.insecure_channel(served.address) as channel:
         call = channel.unary_unary(METHODS["ModelInfer"].path)
-        slow = infer_message("slow", _X, parameters={"seconds": "20"}).SerializeToString()
+        slow = infer_message("slow", _X, parameters={"seconds": "600"}).SerializeToString()
         running = [call.future(slow), call.future(slow)]
         while served.server.running < 2:
             time.sleep(0.005)
@@ -139,7 +176,7 @@ def test_health_follows_the_server_and_its_models(served, channel):
     )
 
     def status(service):
-        return check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+        return check(health_pb2.HealthCheckRequest(service=service), timeout=120).status
 
     assert [status(name) for name in ("", "echo", "echo/2")] == [_SERVING] * 3
     assert status("inference.GRPCInferenceService") == _SERVING
@@ -156,7 +193,7 @@ def test_health_lists_the_models(channel):
     names = channel.unary_unary(
         "/grpc.health.v1.Health/List",
         response_deserializer=health_pb2.HealthListResponse.FromString,
-    )(b"", timeout=5).statuses
+    )(b"", timeout=120).statuses
     assert {"", "inference.GRPCInferenceService"} < set(names)
     assert names["echo"].status == _SERVING
     assert names["gone"].status == _NOT_SERVING
@@ -167,7 +204,7 @@ def test_a_watch_hears_of_changes(served, channel):
         "/grpc.health.v1.Health/Watch",
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
-    )(health_pb2.HealthCheckRequest(service="watched"), timeout=10)
+    )(health_pb2.HealthCheckRequest(service="watched"), timeout=120)
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
     served.run(served.host.load("watched"))
     assert next(watch).status == _SERVING
@@ -193,7 +230,7 @@ def test_reflection_describes_all_services(channel):
     assert list(database.get_services()) == [
         each.name
         for each in reflection_pb2.ServerReflectionResponse.FromString(
-            next(channel.stream_stream(newer)(iter([b"\x3a\x00"]), timeout=5))
+            next(channel.stream_stream(newer)(iter([b"\x3a\x00"]), timeout=120))
         ).list_services_response.service
     ]
     with pytest.raises(KeyError):
@@ -229,7 +266,7 @@ def test_tokens(serve):
         assert _status(named, b"")[0] == "UNAUTHENTICATED"
         call = channel.stream_stream(METHODS["ModelStreamInfer"].path)
         with pytest.raises(grpc.RpcError) as refused:
-            list(call(iter([b""]), timeout=5))
+            list(call(iter([b""]), timeout=120))
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -255,8 +292,8 @@ def test_tls_with_certificates_of_both_sides(serve, tmp_path):
 
 def test_a_request_that_the_host_drops_is_to_be_sent_again(served, channel):
     call = channel.unary_unary(METHODS["ModelInfer"].path)
-    slow = infer_message("slow", _X, parameters={"seconds": "20"}).SerializeToString()
-    running = call.future(slow, timeout=10)
+    slow = infer_message("slow", _X, parameters={"seconds": "600"}).SerializeToString()
+    running = call.future(slow, timeout=120)
     while not served.host.futures or served.host.futures[-1].done():
         time.sleep(0.005)
     served.loop.call_soon_threadsafe(served.host.futures[-1].cancel)
@@ -279,21 +316,21 @@ def test_answers_may_be_compressed_and_limits_be_huge(serve):
 
 def test_stopping_answers_what_runs_and_ends_streams(serve):
     served = serve()
-    slow = infer_message("slow", _X, parameters={"seconds": "0.3"}).SerializeToString()
+    slow = infer_message("slow", _X, parameters={"seconds": "600"}).SerializeToString()
     go_on = threading.Event()
 
     def requests():
         yield slow
-        go_on.wait(10)
+        go_on.wait(600)
 
     with grpc.insecure_channel(served.address) as channel:
         unary = channel.unary_unary(METHODS["ModelInfer"].path).future(slow)
         stream = channel.stream_stream(METHODS["ModelStreamInfer"].path)(requests())
-        while served.server.running < 2:
+        while len(served.host.slow) < 2:
             time.sleep(0.005)
-        start = time.monotonic()
-        served.run(served.server.stop(10))
-        assert time.monotonic() - start < 5
+        stopping = asyncio.run_coroutine_threadsafe(served.server.stop(600), served.loop)
+        served.loop.call_soon_threadsafe(served.host.answer_slow)
+        stopping.result(120)
         assert unary.result().startswith(b"\n")
         assert next(stream)
         with pytest.raises(grpc.RpcError) as caught:

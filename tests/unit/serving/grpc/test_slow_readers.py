@@ -92,29 +92,26 @@ class _Caller:
         return int.from_bytes(self._rest[:3], "big")
 
 
-@pytest.fixture(scope="module")
-def address(serve):
-    return serve(limits=Limits(send_timeout=1.0)).address
-
-
-def test_a_client_that_takes_nothing_loses_its_connection(address):
+def test_a_client_that_takes_nothing_loses_its_connection(serve):
+    address = serve(limits=Limits(send_timeout=1.0)).address
     start = time.monotonic()
     with contextlib.closing(_Caller(address, window=0)) as caller:
-        assert caller.read(5) == "closed"
-    assert 0.9 < time.monotonic() - start < 4
+        assert caller.read(120) == "closed"
+    assert time.monotonic() - start > 0.9
     assert caller.taken == 0
     with Client(address) as client:
         assert client.ready()
 
 
-def test_a_client_that_takes_little_by_little_gets_everything(address):
+@pytest.mark.slow
+def test_a_client_that_takes_little_by_little_gets_everything(serve):
+    address = serve(limits=Limits(send_timeout=2.0)).address
     with contextlib.closing(_Caller(address, window=0)) as caller:
-        outcome = None
-        for _ in range(6):
-            assert outcome is None
+        for _ in range(5):
             caller.allow(10_000)
-            outcome = caller.read(0.25)
-        assert outcome == "ended"
+            assert caller.read(0.5) is None
+        caller.allow(10_000)
+        assert caller.read(120) == "ended"
     assert caller.taken > 55_000
 
 

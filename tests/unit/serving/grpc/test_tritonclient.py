@@ -79,7 +79,7 @@ def test_one_inference(served, client):
         timeout=3_000_000,
         parameters={"seed": 3},
         headers={"traceparent": "00-1-2-01"},
-        client_timeout=5,
+        client_timeout=120,
     )
     assert result.as_numpy("y").tobytes() == (-_X).tobytes()
     assert result.as_numpy("x") is None
@@ -129,23 +129,27 @@ def test_failures_are_told_by_status(client, caplog):
 
 def test_deadlines_end_the_wait(served, client):
     before = served.host.cancelled
-    slow = {"seconds": "20"}
-    _refused(
-        "DEADLINE_EXCEEDED", client.infer, "slow", [_input(_X)], client_timeout=0.1, parameters=slow
-    )
-    assert served.host.requests[-1].deadline - served.host.requests[-1].received < 0.2
-    _until(lambda: served.host.cancelled == before + 1)
+    slow = {"seconds": "600"}
+    asked = len(served.host.requests)
+    for seconds in (0.1, 1.0, 10.0, 60.0):  # to a busy server a request may come too late
+        late = {"client_timeout": seconds, "parameters": slow}
+        _refused("DEADLINE_EXCEEDED", client.infer, "slow", [_input(_X)], **late)
+        if len(served.host.requests) > asked:
+            break
+    assert len(served.host.requests) > asked
+    assert served.host.requests[-1].deadline - served.host.requests[-1].received < seconds + 0.1
+    _until(lambda: served.host.cancelled - before == len(served.host.requests) - asked)
 
 
 def test_a_timeout_of_the_request_ends_it_too(served, client):
     before = served.host.cancelled
-    timeout = {"timeout": 100_000, "parameters": {"seconds": "20"}}
+    timeout = {"timeout": 500_000, "parameters": {"seconds": "600"}}
     words = _refused("DEADLINE_EXCEEDED", client.infer, "slow", [_input(_X)], **timeout)
     assert "the time that the request had is over" in words
     _until(lambda: served.host.cancelled == before + 1 and served.server.running == 0)
 
 
-def _until(condition, seconds=5.0):
+def _until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -160,13 +164,13 @@ def test_asynchronous_calls_and_their_cancelling(served, client):
 
     for number in range(8):
         client.async_infer("echo", [_input(_X)], done, request_id=str(number))
-    got = [answers.get(timeout=5) for _ in range(8)]
+    got = [answers.get(timeout=120) for _ in range(8)]
     assert sorted(result.get_response().id for result, _ in got) == list("01234567")
     before = served.host.cancelled
-    call = client.async_infer("slow", [_input(_X)], done, parameters={"seconds": "20"})
+    call = client.async_infer("slow", [_input(_X)], done, parameters={"seconds": "600"})
     _until(lambda: served.host.requests[-1].model == "slow")
     call.cancel()
-    assert answers.get(timeout=5)[1].status() == "StatusCode.CANCELLED"
+    assert answers.get(timeout=120)[1].status() == "StatusCode.CANCELLED"
     _until(lambda: served.host.cancelled == before + 1 and served.server.running == 0)
 
 
@@ -180,15 +184,15 @@ def test_a_stream_answers_in_order_and_outlives_errors(client):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     try:
-        client.async_stream_infer("slow", [_input(_X)], timeout=1, parameters={"seconds": "20"})
-        assert "time" in answers.get(timeout=5)[1].message()
+        client.async_stream_infer("slow", [_input(_X)], timeout=1, parameters={"seconds": "600"})
+        assert "time" in answers.get(timeout=120)[1].message()
         for number in range(12):
             model, seconds = [("slow", "0.05"), ("echo", "0"), ("nobody", "0")][number % 3]
             client.async_stream_infer(
                 model, [_input(_X)], request_id=str(number), parameters={"seconds": seconds}
             )
         for number in range(12):
-            result, error = answers.get(timeout=5)
+            result, error = answers.get(timeout=120)
             if number % 3 == 2:
                 assert "no model 'nobody'" in error.message()
             else:
@@ -204,10 +208,10 @@ def test_a_cancelled_stream_takes_its_requests_along(served, client):
     answers = queue.Queue()
     client.start_stream(lambda result, error: answers.put(error))
     for _ in range(5):
-        client.async_stream_infer("slow", [_input(_X)], parameters={"seconds": "20"})
+        client.async_stream_infer("slow", [_input(_X)], parameters={"seconds": "600"})
     _until(lambda: served.server.running == 5)
     client.stop_stream(cancel_requests=True)
-    assert "CANCELLED" in answers.get(timeout=5).status()
+    assert "CANCELLED" in answers.get(timeout=120).status()
     _until(lambda: served.host.cancelled == before + 5 and served.server.running == 0)
 
 

@@ -52,10 +52,10 @@ def test_a_binary_answer_says_where_its_json_ends(call):
 @pytest.mark.parametrize(
     ("method", "path", "body", "headers", "status", "words"),
     [
-        ("POST", ECHO, b"", {}, 400, "no JSON"),
-        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "-1"}, 400, "no number"),
-        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "9" * 30}, 400, "no number"),
-        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "999"}, 400, "no size of JSON"),
+        ("POST", ECHO, b"", {}, 400, "not JSON"),
+        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "-1"}, 400, "not a number"),
+        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "9" * 30}, 400, "not a number"),
+        ("POST", ECHO, BODY, {"Inference-Header-Content-Length": "999"}, 400, "not a size of JSON"),
         ("POST", ECHO, BODY, {"Content-Encoding": "br"}, 400, "send gzip, deflate or neither"),
         ("POST", ECHO, BODY, {"Content-Encoding": "gzip"}, 400, "not valid"),
         ("POST", ECHO, b"x" * (1 << 20) + b"x", {}, 413, "larger than 1048576 bytes"),
@@ -64,7 +64,7 @@ def test_a_binary_answer_says_where_its_json_ends(call):
         ("POST", "/v2/models/echo/versions/9/infer", BODY, {}, 404, "'9'"),
         ("POST", "/v2/models/full/infer", BODY, {}, 429, "full"),
         ("POST", "/v2/models/bug/infer", BODY, {}, 500, "(KeyError)"),
-        ("GET", ECHO, b"", {}, 405, "takes POST alone"),
+        ("GET", ECHO, b"", {}, 405, "takes only POST"),
         ("GET", "/v2/nothing", b"", {}, 404, "is not a path"),
         ("POST", "/v2/models/a/b/c/infer", BODY, {}, 404, "is not a path"),
         ("DELETE", "/v2", b"", {}, 405, "does not take DELETE"),
@@ -72,7 +72,7 @@ def test_a_binary_answer_says_where_its_json_ends(call):
         ("GET", "/v2/models/nope/ready", b"", {}, 503, "is not ready"),
         ("GET", "/metrics", b"", {}, 404, "no metrics"),
         ("POST", "/v2/repository/index", b'{"a":1}', {}, 400, "a is not a key"),
-        ("POST", "/v2/repository/index", b"{", {}, 400, "no JSON"),
+        ("POST", "/v2/repository/index", b"{", {}, 400, "not JSON"),
         ("POST", "/v2/repository/models/nope/load", b"", {}, 404, "'nope'"),
         (
             "POST",
@@ -108,7 +108,7 @@ def test_a_binary_answer_says_where_its_json_ends(call):
             501,
             "CUDA shared memory is not served",
         ),
-        ("POST", "/v2/logging", b'{"log_infos":true}', {}, 400, "no setting of the log"),
+        ("POST", "/v2/logging", b'{"log_infos":true}', {}, 400, "not a setting of the log"),
         ("POST", "/v2/logging", b'{"log_file":"/tmp/x"}', {}, 501, "fixed when the server"),
         ("POST", "/v2/trace/setting", b'{"trace_rate":"5"}', {}, 501, "fixed when the server"),
         ("POST", "/v2/logging", b" " * (1 << 20) + b"{}", {}, 413, "larger than"),
@@ -166,8 +166,35 @@ def test_the_callers_id_goes_through(call):
     assert "id" not in orjson.loads(answer.body)
     assert call.host.requests[0].id == "abc-1"
     assert call.host.requests[0].trace == b"00-1-2-01"
-    answer = call("POST", ECHO, BODY, {"X-Request-Id": "a b\t" * 50})
-    assert "x-request-id" not in answer.headers
+    assert call.host.requests[0].request_id == "abc-1"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", ECHO, BODY, 200),
+        ("POST", ECHO, b"{", 400),
+        ("POST", "/v2/models/nobody/infer", BODY, 404),
+        ("GET", ECHO, b"", 405),
+        ("GET", "/v2/health/live", b"", 200),
+        ("GET", "/v2/nowhere", b"", 404),
+        ("POST", "/v2/models/nobody/generate", b"{}", 404),
+    ],
+)
+def test_every_response_has_an_id(call, method, path, body, status):
+    """The client's, or a new one where that is none that could be repeated."""
+    heard = []
+    call.host.events.refused.append(heard.append)
+    answer = call(method, path, body, {"X-Request-Id": "abc-2"})
+    assert (answer.status, answer.headers["x-request-id"]) == (status, "abc-2")
+    assert [each.request_id for each in heard] in ([], ["abc-2"])
+    made = [call(method, path, body, {"X-Request-Id": "a b\t" * 50}) for _ in range(2)]
+    names = {answer.headers["x-request-id"] for answer in made}
+    assert len(names) == 2
+    assert {len(name) for name in names} == {32}
+    if status == 200 and method == "POST":
+        assert call.host.requests[-1].request_id == made[-1].headers["x-request-id"]
+        assert call.host.requests[-1].id == ""
 
 
 def test_a_client_that_leaves_cancels_its_request(call):
@@ -186,7 +213,8 @@ def test_a_request_past_its_time_gets_504_and_is_cancelled(call):
 def test_requests_beyond_the_limit_get_429(make_caller):
     async def run():
         waiting = asyncio.create_task(call.call("POST", "/v2/models/slow/infer", BODY))
-        await asyncio.sleep(0.01)
+        while call.host.slow is None:
+            await asyncio.sleep(0.001)
         refused = await call.call("POST", ECHO, BODY)
         call.host.slow.cancel()
         return refused, await waiting, await call.call("POST", ECHO, BODY)
@@ -310,7 +338,8 @@ def test_bodies_that_fill_the_memory_get_429_until_some_are_done(make_caller, ti
         waiting = [
             asyncio.create_task(call.call("POST", "/v2/models/slow/infer", large)) for _ in range(5)
         ]
-        await asyncio.sleep(0.02)
+        while call.host.slow is None or not any(each.done() for each in waiting):
+            await asyncio.sleep(0.001)
         refused = [each for each in waiting if each.done()]
         call.host.slow.cancel()
         for each in waiting:

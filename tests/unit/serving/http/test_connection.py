@@ -26,22 +26,32 @@ def _request(model: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def server(serve):
-    return serve(LIMITS)
+def strict(serve):
+    """Servers that wait for 0.3 s for one thing, and a minute for all else."""
+    return lambda limit: serve(replace(PATIENT, **{limit: getattr(LIMITS, limit)}))
 
 
 @pytest.fixture
-def connect(server):
-    opened = []
+def opened():
+    """Connects to a server, until the end of the test."""
+    with contextlib.ExitStack() as connections:
 
-    def connected() -> socket.socket:
-        opened.append(socket.create_connection((server.address.host, server.address.port), 5))
-        return opened[-1]
+        def connect(address, buffer=None):
+            client = connections.enter_context(socket.socket())
+            client.settimeout(120)
+            if buffer is not None:  # before it connects: what a window had room for is not lost
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+            client.connect((address.host, address.port))
+            return client
 
+        yield connect
+
+
+@pytest.fixture
+def connect(server, opened):
+    """Connects to a server that waits for a minute: a busy machine is slow at times."""
     server.call(server.host.reset)
-    yield connected
-    for each in opened:
-        each.close()
+    return lambda: opened(server.address)
 
 
 def _answer(client: socket.socket) -> tuple[int, bytes]:
@@ -130,24 +140,25 @@ def test_what_is_no_http_gets_400(connect):
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /v2/mo", _head("echo", 10)[:-2]])
-def test_a_head_that_does_not_come_ends_the_connection(connect, start):
-    client = connect()
-    client.sendall(start)
+def test_a_head_that_does_not_come_ends_the_connection(strict, opened, start):
+    address = strict("header_timeout").address
     began = time.monotonic()
+    client = opened(address)
+    client.sendall(start)
     assert _answer(client) == (0, b"")
-    assert 0.2 < time.monotonic() - began < 3
+    assert time.monotonic() - began > 0.2
 
 
-def test_a_body_that_does_not_come_gets_408(connect):
-    client = connect()
+def test_a_body_that_does_not_come_gets_408(strict, opened):
+    client = opened(strict("body_timeout").address)
     client.sendall(_head("echo", 100) + b"{")
     status, body = _answer(client)
     assert status == 408
     assert "did not arrive in 0.3 s" in orjson.loads(body)["error"]
 
 
-def test_a_body_that_never_begins_gets_408(connect):
-    client = connect()
+def test_a_body_that_never_begins_gets_408(strict, opened):
+    client = opened(strict("body_timeout").address)
     client.sendall(_head("echo", 100))
     assert _answer(client)[0] == 408
 
@@ -164,7 +175,7 @@ def test_a_large_body_gets_413_though_the_client_sends_it_all_first(connect):
 def test_a_client_that_vanishes_cancels_its_request(connect, server):
     client = connect()
     client.sendall(_request("slow"))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while server.host.slow is None and time.monotonic() < deadline:
         time.sleep(0.005)
     assert server.host.slow is not None
@@ -175,28 +186,33 @@ def test_a_client_that_vanishes_cancels_its_request(connect, server):
     assert server.host.slow.cancelled()
 
 
-def test_a_client_that_takes_nothing_is_sent_away(connect, server):
-    client = connect()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+def test_a_client_that_takes_nothing_is_sent_away(strict, opened):
     text = orjson.dumps(
         {
             "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}],
             "parameters": {"binary_data_output": True},
         }
     )
-    client.sendall(_head("huge", len(text)) + text)
-    time.sleep(1.0)
-    received = 0
-    try:
-        while part := client.recv(1 << 20):
-            received += len(part)
-    except ConnectionResetError:
-        pass
+    received, address = 0, strict("send_timeout").address
+    for seconds in (1, 5, 25, 125):  # more of them where the machine is too busy to see it earlier
+        client = opened(address, 1 << 16)
+        client.sendall(_head("huge", len(text)) + text)
+        time.sleep(seconds)
+        received = 0  # a kernel that gave the connection up may send no reset
+        with contextlib.suppress(ConnectionResetError, TimeoutError):
+            while part := client.recv(1 << 20):
+                received += len(part)
+                if received > 32_000_000:
+                    break
+        if received < 20_000_000:
+            break
     assert 0 < received < 20_000_000
 
 
-def test_a_client_that_takes_its_time_gets_everything(connect):
-    client = connect()
+@pytest.mark.slow
+def test_a_client_that_takes_its_time_gets_everything(serve, opened):
+    address = serve(replace(PATIENT, send_timeout=1.0)).address
+    client = opened(address)
     text = orjson.dumps(
         {
             "inputs": [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}],
@@ -206,8 +222,10 @@ def test_a_client_that_takes_its_time_gets_everything(connect):
     client.sendall(_head("huge", len(text)) + text)
     received, began = 0, time.monotonic()
     while received < 32_000_000:
-        received += len(client.recv(4 << 20))
-        if time.monotonic() - began < 0.7:
+        part = client.recv(4 << 20)
+        assert part, "the server ended the connection"
+        received += len(part)
+        if time.monotonic() - began < 1.5:
             time.sleep(0.05)
     assert received > 32_000_000
     client.sendall(_request("echo"))
@@ -243,7 +261,9 @@ def test_a_client_may_ask_before_it_sends(connect):
     ],
 )
 def test_errors_at_the_socket(connect, server, model, status, words):
-    document = {**orjson.loads(BODY), "parameters": {"timeout": 50_000}}
+    document = orjson.loads(BODY)
+    if model == "slow":
+        document["parameters"] = {"timeout": 50_000}
     body = orjson.dumps(document)
     client = connect()
     client.sendall(_head(model, len(body)) + body)
@@ -261,25 +281,20 @@ def test_a_compressed_answer_at_the_socket(connect):
     assert (status, b"out_x" in gzip.decompress(body)) == (200, True)
 
 
-def test_too_many_connections_get_503(serve):
+def test_too_many_connections_get_503(serve, opened):
     address = serve(replace(PATIENT, max_connections=3)).address  # which ends no idle connection
-    with contextlib.ExitStack() as opened:
-
-        def connected() -> socket.socket:
-            return opened.enter_context(socket.create_connection((address.host, address.port), 5))
-
-        crowd = [connected() for _ in range(3)]
-        late = connected()
-        late.sendall(_request("echo"))
-        status, body = _answer(late)
-        assert status == 503
-        assert "as many connections as it takes" in orjson.loads(body)["error"]
-        for each in (*crowd, late):
-            each.shutdown(socket.SHUT_WR)
-            assert each.recv(1) == b""  # by then the server counts it no more
-        again = connected()
-        again.sendall(_request("echo"))
-        assert _answer(again)[0] == 200
+    crowd = [opened(address) for _ in range(3)]
+    late = opened(address)
+    late.sendall(_request("echo"))
+    status, body = _answer(late)
+    assert status == 503
+    assert "as many connections as it takes" in orjson.loads(body)["error"]
+    for each in (*crowd, late):
+        each.shutdown(socket.SHUT_WR)
+        assert each.recv(1) == b""  # by then the server counts it no more
+    again = opened(address)
+    again.sendall(_request("echo"))
+    assert _answer(again)[0] == 200
 
 
 def test_damaged_http_does_not_stop_the_server(connect):

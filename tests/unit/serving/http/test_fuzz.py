@@ -94,7 +94,7 @@ def caller(tmp_path_factory) -> Caller:
 
 def _send(caller: Caller, path: str, body: bytes, headers: dict[str, str]) -> Answer:
     caller.host.requests.clear()
-    return asyncio.run(asyncio.wait_for(caller.call("POST", path, body, headers), 5))
+    return asyncio.run(asyncio.wait_for(caller.call("POST", path, body, headers), 120))
 
 
 def _holds(answer: Answer) -> None:

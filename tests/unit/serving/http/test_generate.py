@@ -61,7 +61,12 @@ def test_an_error_is_a_status_before_the_first_event_and_an_event_after_it(call)
     assert _events(late.body)[-1] == {"error": "the engine ended"}
     timed = {"text_input": "a wait", "parameters": {"timeout": 20_000}}
     assert _post(call, TALK, timed).status == 504
-    assert "error" in _events(_post(call, TALK + "_stream", timed).body)[-1]
+    for timeout in (20_000, 500_000, 20_000_000):  # a busy machine may need more to the first event
+        timed["parameters"]["timeout"] = timeout
+        answer = _post(call, TALK + "_stream", timed)
+        if answer.status == 200:
+            break
+    assert "error" in _events(answer.body)[-1]
 
 
 def test_a_client_that_leaves_ends_what_is_being_said(call):
@@ -74,16 +79,16 @@ def test_a_client_that_leaves_ends_what_is_being_said(call):
 @pytest.mark.parametrize(
     ("document", "status", "message"),
     [
-        (b"{", 400, "no JSON"),
-        (b"[]", 400, "no JSON object"),
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "not a JSON object"),
         ({}, 404, ""),
         ({"text_input": 5}, 400, "takes strings"),
         ({"text_input": [["a"]]}, 400, "nested deeper"),
-        ({"text_input": "a", "parameters": 5}, 400, "parameters is no JSON object"),
+        ({"text_input": "a", "parameters": 5}, 400, "parameters is not a JSON object"),
         ({"text_input": "a", "parameters": {"text_input": "b"}}, 400, "twice"),
         ({"text_input": "a", "stream": "yes"}, 400, "BOOL takes true or false"),
         ({"text_input": "a", "stream": True}, 400, "takes a call that streams"),
-        ({"text_input": "a", "id": 5}, 400, "id is no string"),
+        ({"text_input": "a", "id": 5}, 400, "id is not a string"),
         ({"text_input": "a", "timeout": -1}, 400, "timeout"),
         ({"text_input": "a", "binary_data_output": True}, 400, "binary"),
         ({"text_input": "a", "sequence_id": 3}, 501, "sequences"),
@@ -169,14 +174,14 @@ def test_tensors_of_any_model_are_bare_or_lists(make_caller, monkeypatch):
 def test_events_come_as_they_are_made_and_end_with_the_connection(server):
     server.call(server.host.reset)
     with (
-        httpx.Client(base_url=f"http://{server.url}", timeout=5) as client,
+        httpx.Client(base_url=f"http://{server.url}", timeout=120) as client,
         client.stream("POST", TALK + "_stream", json={"text_input": "a b wait"}) as response,
     ):
         lines = response.iter_lines()
         first = json.loads(next(lines).removeprefix("data: "))
         assert first["text_output"] == "a"
         before = server.host.talk.given_up
-    end = time.monotonic() + 5
+    end = time.monotonic() + 120
     while server.host.talk.given_up == before:
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -186,7 +191,7 @@ def test_connections_go_on_after_events(server):
     body = json.dumps({"text_input": "a b"}).encode()
     head = f"POST {TALK}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     host, _, port = server.url.rpartition(":")
-    with socket.create_connection((host, int(port)), 5) as connection:
+    with socket.create_connection((host, int(port)), 120) as connection:
         for _ in range(3):
             connection.sendall(head.encode() + body)
             answer = b""
@@ -197,7 +202,7 @@ def test_connections_go_on_after_events(server):
 
 
 def test_the_servers_limits_hold(server):
-    with httpx.Client(base_url=f"http://{server.url}", timeout=5) as client:
+    with httpx.Client(base_url=f"http://{server.url}", timeout=120) as client:
         many = client.post(TALK, json={"text_input": ["a"] * 70_000})
         assert many.status_code == 413
         assert "524288 a tensor" in many.json()["error"]

@@ -25,7 +25,7 @@ def _chunked(body: bytes) -> bytes:
 
 class _Client:
     def __init__(self, server):
-        self.socket = socket.create_connection((server.address.host, server.address.port), 5)
+        self.socket = socket.create_connection((server.address.host, server.address.port), 120)
         self._read = b""
 
     def send(self, data: bytes) -> None:
@@ -125,7 +125,13 @@ def _echo(array: np.ndarray, outputs: str = "", *, binary: bool) -> bytes:
 
 def _document(client: _Client) -> tuple[dict, bytes]:
     """The next answer's JSON, and what follows it."""
-    head, data = client.socket.recv(65536).split(b"\r\n\r\n")
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += client.socket.recv(65536)
+    head, data = received.split(b"\r\n\r\n")
+    whole = int(head.lower().partition(b"\r\ncontent-length: ")[2].split(b"\r\n")[0])
+    while len(data) < whole:
+        data += client.socket.recv(65536)
     size = head.lower().partition(b"inference-header-content-length: ")[2].split(b"\r\n")[0]
     at = int(size) if size else len(data)
     return orjson.loads(data[:at]), data[at:]

@@ -71,8 +71,8 @@ def test_nested_and_flat_are_the_same():
         ("FP32", [2], [1, [2]], "a list is among its data"),
         ("FP32", [4], [[1, 2], [3, 4]], "nested deeper"),
         ("FP32", [2, 2, 1], [[1, 2], [3, 4]], "neither flat nor nested"),
-        ("FP32", [1], {"a": 1}, "no list"),
-        ("FP32", [1], "1", "no list"),
+        ("FP32", [1], {"a": 1}, "not a list"),
+        ("FP32", [1], "1", "not a list"),
     ],
 )
 def test_nothing_is_cut_or_rounded_in_silence(datatype, shape, data, words):

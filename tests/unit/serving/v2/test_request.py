@@ -167,25 +167,25 @@ def _size(size: object) -> dict:
 
 
 REFUSED = [
-    (b"", None, "no JSON"),
-    (b"[1]", None, "no JSON object"),
-    (b"\xff\xfe", None, "no JSON"),
-    (b'{"inputs":[NaN', None, "no JSON"),
-    (b'{"a":' * 2000, None, "no JSON"),
-    (b'{"NaN":' + b"[" * 100_000, None, "no JSON"),
-    (b'{"x": NaN, "y": ' + b"1" * 5000 + b"}", None, "no JSON"),
+    (b"", None, "not JSON"),
+    (b"[1]", None, "not a JSON object"),
+    (b"\xff\xfe", None, "not JSON"),
+    (b'{"inputs":[NaN', None, "not JSON"),
+    (b'{"a":' * 2000, None, "not JSON"),
+    (b'{"NaN":' + b"[" * 100_000, None, "not JSON"),
+    (b'{"x": NaN, "y": ' + b"1" * 5000 + b"}", None, "not JSON"),
     ({}, None, "has no inputs"),
     ({"inputs": []}, None, "has no inputs"),
-    ({"inputs": {}}, None, "inputs is no list"),
+    ({"inputs": {}}, None, "inputs is not a list"),
     ({"inputs": [X] * 5}, None, "inputs has 5 tensors; this server takes 4"),
     ({"inputs": [X, X]}, None, "'x' twice"),
-    ({"inputs": [1]}, None, "an input is no JSON object"),
+    ({"inputs": [1]}, None, "an input is not a JSON object"),
     ({"inputs": [{}]}, None, "an input has no name"),
     ({"inputs": [X], "outputs": [{"name": "y"}, {"name": "y"}]}, None, "'y' twice"),
     ({"inputs": [X], "outputs": [{"name": ""}]}, None, "an output has no name"),
     ({"inputs": [X], "model": "m"}, None, "the key 'model'"),
-    ({"inputs": [X], "id": 7}, None, "id is no string"),
-    ({"inputs": [X], "parameters": []}, None, "parameters is no JSON object"),
+    ({"inputs": [X], "id": 7}, None, "id is not a string"),
+    ({"inputs": [X], "parameters": []}, None, "parameters is not a JSON object"),
     ({"inputs": [X], "parameters": {"priority": -1}}, None, "priority=-1"),
     ({"inputs": [X], "parameters": {"timeout": 1.5}}, None, "timeout=1.5"),
     ({"inputs": [X], "parameters": {"binary_data_output": 1}}, None, "binary_data_output=1"),
@@ -202,8 +202,8 @@ REFUSED = [
     (_size(8), None, "0 bytes follow the JSON where its inputs' binary_data_size sum to 8"),
     (_size(8), b"1234", "4 bytes follow"),
     (_size(8), b"123456789", "9 bytes follow"),
-    (_size(-8), b"", "binary_data_size=-8 is no size"),
-    (_size("8"), b"12345678", "binary_data_size='8' is no size"),
+    (_size(-8), b"", "binary_data_size=-8 is not a size"),
+    (_size("8"), b"12345678", "binary_data_size='8' is not a size"),
     (_size(4), b"1234", "binary_data_size=4 where FP32 of shape [2] takes 8"),
     (_size(2**62), b"", "bytes; this server takes 1000 a tensor"),
     (_with(parameters={"shared_memory_region": "r"}), None, "without shared_memory_byte_size"),
@@ -224,7 +224,7 @@ def test_what_is_wrong_is_refused_with_the_reason(document, behind, words):
 
 @pytest.mark.parametrize("header", [0, 10**9])
 def test_a_lying_header_length_is_refused(header):
-    with pytest.raises(ServingError, match="is no size of JSON in a body of 4 bytes"):
+    with pytest.raises(ServingError, match="is not a size of JSON in a body of 4 bytes"):
         Decoder(LIMITS, SharedMemory()).decode(b"{}12", header, "m")
 
 
@@ -307,5 +307,5 @@ def test_classes_are_the_largest_of_each_row():
         "5.000000:1",
     ]
     assert classify("y", np.arange(3), 10).shape == (3,)
-    with pytest.raises(ServingError, match="no row of numbers"):
+    with pytest.raises(ServingError, match="not a row of numbers"):
         classify("y", np.array([b"a"], object), 1)

@@ -43,7 +43,10 @@ def test_more_fragments_than_layers_are_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sync_every": 10, "num_fragments": 3}, "sync_every=10 is no multiple of num_fragments=3"),
+        (
+            {"sync_every": 10, "num_fragments": 3},
+            "sync_every=10 is not a multiple of num_fragments=3",
+        ),
         ({"sync_every": 0}, "must be 1 or more"),
         (
             {"sync_every": 12, "num_fragments": 3, "fragment_sync_delay": 4},

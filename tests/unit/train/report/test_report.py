@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from fornax.config.errors import ConfigError
-from fornax.train.report import bars, duration, lines, table, write
+from fornax.pages import bars, lines, table
+from fornax.train.report import cost_line, duration, write
 
 
 class _Checker(HTMLParser):
@@ -62,6 +63,20 @@ def run_dir(tmp_path):
     (run / "goodput.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ledger))
     (run / "config.yaml").write_text("steps: 100 # <script>\n")
     return run
+
+
+def test_a_price_says_what_the_run_cost(run_dir):
+    """100 s of 18 chips are half a chip-hour, for 2 million tokens; a quarter was compilation."""
+    assert cost_line(run_dir) is None
+    ledger = run_dir / "goodput.jsonl"
+    first, rest = ledger.read_text().split("\n", 1)
+    price = {"chips": 18, "chip_hour": 5.0, "currency": "USD"}
+    ledger.write_text(json.dumps({**json.loads(first), **price}) + "\n" + rest)
+    metrics = run_dir / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss"', '"tokens": 2000000, "loss"'))
+    words = "2.5 USD, for 0.5 chip-hours at 5 USD; 1.25 USD per million tokens; 25 % of it outside"
+    assert words in str(cost_line(run_dir))
+    assert words in _check(write(run_dir).read_text())
 
 
 def test_the_page_holds_curves_time_and_config_and_fetches_nothing(run_dir):

@@ -107,8 +107,8 @@ def test_tools_and_their_answers_are_read(tmp_path: Path) -> None:
         ({"messages": [USER, RESULT, ANSWER]}, "no tool call of the assistant is left"),
         ({"messages": [USER, CALLS, USER, ANSWER]}, "has no answer"),
         ({"messages": [USER, CALLS, {**RESULT, "tool_call_id": "?"}, ANSWER]}, "answers the call"),
-        ({"messages": [USER, CALLS], "tools": [{"name": "f"}]}, "no function definition"),
-        ({"messages": [USER, CALLS], "tools": "["}, "tools is text that is no JSON"),
+        ({"messages": [USER, CALLS], "tools": [{"name": "f"}]}, "not a function definition"),
+        ({"messages": [USER, CALLS], "tools": "["}, "tools is text that is not JSON"),
         (
             {"messages": [USER, CALLS], "tools": [{"type": "function", "function": {"name": "g"}}]},
             "calls f, which is none of the tools g",
@@ -120,7 +120,7 @@ def test_tools_and_their_answers_are_read(tmp_path: Path) -> None:
                     {**CALLS, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
                 ]
             },
-            "arguments that are no JSON",
+            "arguments that are not JSON",
         ),
         ({"messages": [USER, {**ANSWER, "weight": 2}]}, "weight 2; use 1"),
     ],
@@ -177,7 +177,7 @@ def test_pairs_take_prompts_in_text_messages_or_shared(tmp_path: Path) -> None:
             },
             "does not begin with the prompt",
         ),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER]}, "must go on"),
+        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER]}, "must continue"),
     ],
 )
 def test_a_bad_pair_is_named_by_file_and_line(tmp_path: Path, line: Any, said: str) -> None:
@@ -256,7 +256,7 @@ def test_errors_in_arrays_and_tables_say_where(tmp_path: Path) -> None:
     [
         ("a.jsonl", "", "has no records"),
         ("a.txt", "x", "is of no known kind"),
-        ("a.json", '{"text": "a"}', "is no JSON array"),
+        ("a.json", '{"text": "a"}', "is not a JSON array"),
         ("a.parquet", "x", "not a whole Parquet file"),
     ],
 )

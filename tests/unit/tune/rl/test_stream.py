@@ -70,6 +70,12 @@ def test_samples_say_what_was_drawn_and_how_it_was_judged(base: Run, tmp_path: P
         assert line["tokens"] == len(drawn)
         assert line["versions"] == [0, 0]
         assert line["where"].startswith("prompts.jsonl:")
+    for line in first[:8]:
+        assert line["pieces"] == line["completion"].split()
+        assert line["advantages"] == pytest.approx([line["advantage"]] * line["tokens"], abs=1e-4)
+        assert len(line["logprobs"]) == line["tokens"]
+        assert max(line["logprobs"]) < 0
+    assert not any("pieces" in line for line in first[8:])
     assert lines[16]["versions"] == [4, 4]
     groups = {line["group"]: [x for x in first if x["group"] == line["group"]] for line in first}
     assert len(groups) == 4

@@ -103,7 +103,7 @@ def test_rollouts_are_made_while_the_trainer_works():
 
     def waits(sampler, index):
         if index == 1:
-            assert ready.wait(20)
+            assert ready.wait(120)
         return make(sampler, index)
 
     rollouts = rollouts_of(Fake(), make=waits)
@@ -222,10 +222,10 @@ def test_closing_stops_what_is_being_made(sampler, model):
     rollouts = AsyncRollouts(sampler, endless, save=rollouts_to_arrays, load=rollouts_from_arrays)
     rollouts.follow(0, lambda: nnx.state(model))
     rollouts.take(0)
-    assert begun.wait(20)
+    assert begun.wait(120)
     began = time.monotonic()
     rollouts.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 100
     assert not sampler.busy
     with pytest.raises(EngineError, match="interrupted"):
         sampler.sample([[5]], SampleSettings(max_tokens=4), [0])

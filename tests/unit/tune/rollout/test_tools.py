@@ -71,7 +71,7 @@ def test_results_are_text_and_faults_are_told_to_the_model(pool):
     assert pool.call("calculate", '{"expression": "(2 + 3) * 4"}') == "20"
     assert pool.call("calculate", '{"expression": "open(1)"}').startswith("error: ValueError")
     assert pool.call("add", '{"c": 2}').startswith("error: TypeError")
-    assert pool.call("add", "{a: 2").startswith("error: the arguments are no JSON")
+    assert pool.call("add", "{a: 2").startswith("error: the arguments are not JSON")
     assert pool.call("add", "[2]") == "error: the arguments must be a JSON object"
     assert pool.call("search", "{}").startswith("error: there is no tool search; there are add,")
     assert pool.call("leave", "{}") == "error: SystemExit: no"
@@ -89,7 +89,7 @@ def alive(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until_dead(pids, seconds=20):
+def wait_until_dead(pids, seconds=120):
     until = time.monotonic() + seconds
     while any(alive(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.02)
@@ -102,10 +102,13 @@ def pids_in(path):
 
 def test_a_tool_that_hangs_is_killed_with_what_it_began(pool, tmp_path):
     file = tmp_path / "pids"
-    began = time.monotonic()
-    answer = pool.call("hang", json.dumps({"pid_file": str(file)}))
-    assert answer == "error: took over 0.5 s"
-    assert time.monotonic() - began < 20
+    for _ in range(20):  # a busy machine may not begin it in its time
+        began = time.monotonic()
+        answer = pool.call("hang", json.dumps({"pid_file": str(file)}))
+        assert answer == "error: took over 0.5 s"
+        assert time.monotonic() - began < 120
+        if file.exists() and len(pids_in(file)) >= 2:
+            break
     wait_until_dead(pids_in(file))
     assert pool.call("add", '{"a": 1}') == "2"
 
@@ -119,7 +122,7 @@ def test_nothing_is_left_running_when_the_trainer_is_killed(tmp_path):
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while not (file.exists() and len(file.read_text().split()) == 2):
             assert time.monotonic() < until
             assert trainer.poll() is None

@@ -191,7 +191,7 @@ def test_turns_of_some_are_drawn_while_other_environments_think(framing):
 
     class Waits(Echo):
         def step(self, message):
-            assert ready.wait(20)
+            assert ready.wait(120)
             return super().step(message)
 
     class Sets(Echo):
@@ -255,7 +255,7 @@ def test_an_environment_that_begins_too_long_fails_its_own_trajectory_only(sampl
     ("answer", "why"),
     [
         (None, "step returned a NoneType; it must return a Turn"),
-        (Turn(messages=["higher"]), "'higher', which is no message"),
+        (Turn(messages=["higher"]), "'higher', which is not a message"),
         (Turn(messages="higher"), "step returned a str; it must return messages"),
         (Turn(rewards={"won": float("nan")}), "won=nan; it must be finite"),
     ],

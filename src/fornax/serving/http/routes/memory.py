@@ -50,7 +50,7 @@ async def unregister_all(context: Context) -> Response:
 
 @memory.post(_SYSTEM + _REGION + "/unregister", response_model=schemas.Empty, responses=failures())
 async def unregister(context: Context, region: str) -> Response:
-    """Forget a region; one that is not registered is no error."""
+    """Forget a region; one that is not registered is not an error."""
     context.shared_memory.unregister(region)
     return respond({})
 

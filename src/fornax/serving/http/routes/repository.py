@@ -29,7 +29,7 @@ async def index(context: Context, body: schemas.IndexBody | None = None) -> Resp
     responses=failures(404, 409, 429, 501, 503),
 )
 async def load(context: Context, model: str, body: schemas.LoadBody | None = None) -> Response:
-    """Load what the model's version policy wants, or one version; answers when it is ready."""
+    """Load what the model's version policy selects, or one version; answers when it is ready."""
     parameters = {} if body is None else dict(body.parameters)
     for name in parameters:
         if name == "config" or name.startswith("file:"):
@@ -54,7 +54,7 @@ async def unload(context: Context, model: str, body: schemas.UnloadBody | None =
     parameters = {} if body is None else dict(body.parameters)
     dependents = parameters.pop("unload_dependents", False)
     if type(dependents) is not bool:
-        raise refuse(f"unload_dependents={repr(dependents)[:40]} is no truth value")
+        raise refuse(f"unload_dependents={repr(dependents)[:40]} is not a truth value")
     version = _version(parameters)
     _no_more(parameters)
     await context.host.unload(model, version)
@@ -100,7 +100,7 @@ def _version(parameters: dict[str, object]) -> str:
     if type(version) is int and version >= 0:
         return str(version)
     if type(version) is not str:
-        raise refuse(f"parameter version={repr(version)[:40]} is no version; it is like '3'")
+        raise refuse(f"parameter version={repr(version)[:40]} is not a version; it is like '3'")
     return version
 
 

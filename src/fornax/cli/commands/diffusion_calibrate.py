@@ -1,0 +1,74 @@
+"""`fornax diffusion calibrate`: what caches of steps need to know of a model."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from fornax.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Measure how a transformer's blocks change from step to step, for --cache of sample and serve.
+
+    Draws once without a cache, keeps the numbers beside the model in step_cache.json, then draws
+    with TeaCache and MagCache at several thresholds and prints what each left out and its error.
+    Give the steps, guidance and size that you draw with, and a few prompts.
+
+    examples:
+      fornax diffusion calibrate runs/letters --prompt "bold serif R" "italic sans G" --steps 20
+      fornax diffusion sample runs/letters --prompt "bold serif A" --steps 20 --cache teacache
+    """
+
+    model: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Folder with model_index.json, or a run directory."""
+    prompt: Annotated[tuple[str, ...], arg(metavar="TEXT ...", help_behavior_hint="")] = ()
+    """What to draw, one or several (default: without a prompt)."""
+    steps: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Of the sampler (default: the model's)."""
+    guidance: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
+    """Scale of guidance, 1 for none (default: the model's)."""
+    sampler: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """euler, dpm++2m, unipc and others (default: the model's)."""
+    size: Annotated[str | None, arg(metavar="WxH", help_behavior_hint="")] = None
+    """Width and height in pixels (default: the model's)."""
+    seed: int = 0
+    """Of the noise."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        arg(metavar="{float32,bfloat16}", help_behavior_hint=""),
+    ] = None
+    """Of the weights (default: as they are stored)."""
+
+
+def run(arguments: Arguments) -> int:
+    """Measure, keep, print."""
+    from fornax.diffusion.pipelines import ImageRequest, join, load_pipeline, parse_size, plan
+    from fornax.diffusion.pipelines.calibration import CALIBRATION, calibrate
+    from fornax.mesh import initialize, parse_dtype
+
+    initialize()
+    dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
+    pipeline = load_pipeline(arguments.model, dtype=dtype)
+    if pipeline.follows or pipeline.fills:
+        raise ConfigError(f"{arguments.model} needs a picture, and a calibration draws from noise")
+    requests = [
+        ImageRequest(
+            prompt=prompt,
+            size=None if arguments.size is None else parse_size(arguments.size),
+            steps=arguments.steps,
+            guidance=arguments.guidance,
+            sampler=arguments.sampler,
+            seed=arguments.seed,
+        )
+        for prompt in arguments.prompt or (None,)
+    ]
+    found, measured = calibrate(pipeline, join([plan(pipeline, each) for each in requests]))
+    path = arguments.model / CALIBRATION
+    found.save(path)
+    print(path)  # noqa: T201
+    for each in measured:
+        print(each, flush=True)  # noqa: T201
+    return 0

@@ -1,0 +1,164 @@
+"""What a path holds, loaded: a folder of diffusers, or a run of `fornax diffusion train`."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from fornax.config import nearest
+from fornax.config.errors import ConfigError
+from fornax.diffusion.config import takes
+from fornax.diffusion.load import is_diffusion_run, is_pipeline, open_tuned
+from fornax.diffusion.lora import Adapter, ByRow, merge_lora, read_lora
+from fornax.diffusion.models.unet import UNet
+from fornax.diffusion.network import Network
+from fornax.diffusion.pipelines.control import Controlled
+from fornax.diffusion.pipelines.families import FAMILIES
+from fornax.diffusion.pipelines.language_families import LANGUAGE_FAMILIES
+from fornax.diffusion.pipelines.parts import Parts
+from fornax.diffusion.pipelines.pipeline import Pipeline
+from fornax.diffusion.pipelines.trained import trained_pipeline
+from fornax.diffusion.pipelines.video import VIDEO_FAMILIES
+
+__all__ = [
+    "PIPELINES",
+    "load_pipeline",
+    "open_parts",
+    "parse_adapter",
+    "pipeline_of",
+    "with_adapters",
+]
+
+PIPELINES = {**FAMILIES, **LANGUAGE_FAMILIES, **VIDEO_FAMILIES}
+"""What loads a folder, by `_class_name` of its model_index.json."""
+
+
+def load_pipeline(
+    path: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+) -> Pipeline:
+    """Load a model that draws.
+
+    Args:
+      path: a folder with model_index.json, or a run directory.
+      dtype: of the weights; None for what is stored.
+      compute_dtype: of the products; None for that of the weights.
+
+    Raises:
+      ConfigError: neither, or a pipeline or a part of a class that is not known.
+      CheckpointError: a file that is missing or damaged.
+      DataError: a tokenizer that is missing or damaged.
+    """
+    path = Path(path)
+    if is_diffusion_run(path):
+        found = tuned_pipeline(path, dtype, compute_dtype)
+        return found or trained_pipeline(path, dtype, compute_dtype)
+    return pipeline_of(open_parts(path, dtype, compute_dtype))
+
+
+def parse_adapter(text: str) -> tuple[str, float]:
+    """`FILE[:SCALE]` as a path and a factor, 1 where there is none.
+
+    Raises:
+      ConfigError: a scale that is not finite.
+    """
+    path, _, said = text.rpartition(":")
+    if not path:
+        return text, 1.0
+    try:
+        scale = float(said)
+    except ValueError:
+        return text, 1.0
+    if not math.isfinite(scale):
+        raise ConfigError(f"adapter {text!r}: scale {said} is not finite; write FILE:0.8")
+    return path, scale
+
+
+def with_adapters(
+    pipeline: Pipeline, *, merged: Sequence[str] = (), named: Mapping[str, str] | None = None
+) -> Pipeline:
+    """A pipeline with adapters, each `FILE[:SCALE]` of diffusers or PEFT.
+
+    Args:
+      pipeline: of a folder of diffusers, or a run that was tuned from one.
+      merged: added to its weights, in place.
+      named: of which each request has one (`ImageRequest.adapter`) or none.
+
+    Raises:
+      ConfigError: another model's adapter, or a pipeline that has no files of diffusers.
+      CheckpointError: no such file, or a damaged one.
+    """
+    if not merged and not named:
+        return pipeline
+    denoiser: Any = pipeline.denoiser
+    inner = denoiser.unet if isinstance(denoiser, Controlled) else denoiser
+    if not hasattr(inner.config, "class_name"):
+        raise ConfigError(f"{pipeline.name} takes no adapters; they are for folders of diffusers")
+    prefix = "unet" if isinstance(inner, UNet) else "transformer"
+
+    def read(text: str) -> tuple[Adapter, float]:
+        path, scale = parse_adapter(text)
+        return read_lora(path, inner, prefix), scale
+
+    for text in merged:
+        merge_lora(inner, *read(text))
+    if not named:
+        return pipeline
+    if inner is not denoiser:
+        raise ConfigError(f"{pipeline.name} has a ControlNet, beside which adapters are merged")
+    by_row = ByRow(inner, [read(text) for text in named.values()])
+    return dataclasses.replace(pipeline, denoiser=by_row, adapters=tuple(named))
+
+
+def open_parts(
+    path: Path,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+    denoiser: nnx.Module | None = None,
+) -> Parts:
+    """The parts of a folder that diffusers saved; arguments as of `Parts`.
+
+    Raises:
+      ConfigError: no such folder, or a pipeline of a class that is not known.
+      CheckpointError: model_index.json cannot be read.
+    """
+    if not is_pipeline(path):
+        what = "does not exist" if not path.exists() else "holds neither"
+        raise ConfigError(
+            f"{path} {what}: name a folder that diffusers saved, with model_index.json, or a run "
+            "directory of fornax diffusion train"
+        )
+    parts = Parts(path, dtype, compute_dtype, denoiser)
+    name = str(parts.index.get("_class_name"))
+    if name not in PIPELINES:
+        guess = nearest(name, PIPELINES)
+        hint = f"did you mean {guess}? " if guess else ""
+        raise ConfigError(
+            f"{path}: pipeline {name} is not known; {hint}Those that are: {', '.join(PIPELINES)}"
+        )
+    return parts
+
+
+def pipeline_of(parts: Parts) -> Pipeline:
+    """The pipeline of parts; errors are those of `load_pipeline`."""
+    return dataclasses.replace(PIPELINES[str(parts.index["_class_name"])](parts), parts=parts)
+
+
+def tuned_pipeline(
+    path: Path, dtype: DTypeLike | None = None, compute_dtype: DTypeLike | None = None
+) -> Pipeline | None:
+    """The pipeline of a run that tunes a folder of diffusers, adapters merged; None for others."""
+    run = open_tuned(path)
+    if run is None:
+        return None
+    parts = open_parts(run.folder, dtype, compute_dtype)
+    denoiser: Any = parts.module(parts.denoiser)
+    network = run.restore(Network(denoiser, None, takes(denoiser.config)))
+    found = pipeline_of(open_parts(run.folder, dtype, compute_dtype, network.denoiser))
+    return dataclasses.replace(found, name=str(path))

@@ -1,0 +1,191 @@
+"""The parts of a pipeline's folder as diffusers writes it: model_index.json and one folder each."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from fornax.config.errors import CheckpointError, ConfigError
+from fornax.diffusion.models.components import load_component
+from fornax.diffusion.models.text import PromptTokenizer, load_prompt_tokenizer
+from fornax.diffusion.pipelines.scheduler import Scheduler, read_scheduler
+from fornax.llm.text import ChatTemplate
+from fornax.models import Decoder, load_pretrained
+
+__all__ = ["Parts", "compiled", "texts"]
+
+
+class Parts:
+    """Loads the components of a folder as they are asked for, each once.
+
+    Attributes:
+      folder: of the pipeline.
+      index: its model_index.json.
+      modules: that were loaded, by name.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: DTypeLike | None = None,
+        compute_dtype: DTypeLike | None = None,
+        denoiser: nnx.Module | None = None,
+    ):
+        """Read model_index.json.
+
+        Args:
+          folder: of the pipeline.
+          dtype: of the denoiser and the text encoders; None for what they are stored as. The
+            autoencoder computes in float32 where that is float16.
+          compute_dtype: of the products; None for that of the weights.
+          denoiser: to take in place of the folder's.
+
+        Raises:
+          CheckpointError: there is no readable model_index.json.
+        """
+        self.folder = Path(folder)
+        self._dtype, self._compute_dtype = dtype, compute_dtype
+        self._denoiser = denoiser
+        self.modules: dict[str, Any] = {}
+        file = self.folder / "model_index.json"
+        try:
+            self.index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{file} cannot be read ({error}); give a folder that diffusers saved, with "
+                "model_index.json, or a run of fornax diffusion train"
+            ) from None
+
+    def has(self, name: str) -> bool:
+        """Whether the pipeline has a component."""
+        said = self.index.get(name)
+        return isinstance(said, list) and said[-1] is not None
+
+    @property
+    def denoiser(self) -> str:
+        """The name of the denoiser's part."""
+        return "unet" if self.has("unet") else "transformer"
+
+    def module(self, name: str, **options: Any) -> Any:
+        """A component's module; options are those of `load_component`.
+
+        Raises:
+          ConfigError: the pipeline has none of the name.
+        """
+        if name not in self.modules:
+            dtype = self._dtype
+            if name == "vae" and dtype is not None and jnp.dtype(dtype) == jnp.float16:
+                dtype = jnp.float32  # its activations overflow float16
+            given = {"dtype": dtype, "compute_dtype": self._compute_dtype, **options}
+            own = self._denoiser if name == self.denoiser else None
+            self.modules[name] = load_component(self._at(name), **given) if own is None else own
+        return self.modules[name]
+
+    def language_model(self, name: str, layers: Sequence[int]) -> Callable[..., jax.Array]:
+        """States of a language model: int32 tokens and mask [B, S] to [B, S, D].
+
+        Args:
+          name: of the component.
+          layers: after which states are taken (`Decoder.hidden_states`), one behind another in D.
+
+        Raises:
+          ConfigError, CheckpointError: those of `load_pretrained`; a model with fewer layers.
+        """
+        dtypes = (self._dtype, self._compute_dtype)
+        stored, computed = (None if dtype is None else jnp.dtype(dtype) for dtype in dtypes)
+        decoder = load_pretrained(self._at(name), stored, compute_dtype=computed)
+
+        def call(decoder: Decoder, tokens_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
+            states = decoder.hidden_states(tokens_BS, mask_BS, layers=layers)
+            return states.reshape(*states.shape[:2], -1)
+
+        return compiled(decoder, call)
+
+    def chat(self, name: str) -> Callable[..., str]:
+        """`chat(messages, **variables)`: a conversation as a tokenizer's template writes it.
+
+        Raises:
+          ConfigError: the tokenizer has no template.
+        """
+        template = ChatTemplate.find(self._at(name))
+        if template is None:
+            raise ConfigError(
+                f"{self._at(name)} has no chat template, which this pipeline's prompts are written "
+                "with; copy chat_template.jinja, or tokenizer_config.json with it, there again"
+            )
+        return lambda messages, **variables: template.render(messages, variables=variables)
+
+    def fingerprint(self, *names: str) -> str:
+        """The hash of all files of components; those that the pipeline has not are passed over."""
+        digest = hashlib.sha256()
+        for file in sorted(f for n in names if self.has(n) for f in self._at(n).rglob("*")):
+            if file.is_file():
+                digest.update(f"{file.relative_to(self.folder)}".encode())
+                with file.open("rb") as stream:
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+        return digest.hexdigest()
+
+    def tokenizer(self, name: str) -> PromptTokenizer:
+        """A tokenizer; errors are those of `load_prompt_tokenizer`."""
+        return load_prompt_tokenizer(self._at(name))
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """What an image processor's folder says.
+
+        Raises:
+          CheckpointError: there is no readable preprocessor_config.json.
+        """
+        file = self._at(name) / "preprocessor_config.json"
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from None
+
+    def length(self, name: str, default: int) -> int:
+        """Tokens of a prompt that a tokenizer's config allows; `default` where it says none."""
+        file = self._at(name) / "tokenizer_config.json"
+        try:
+            said = json.loads(file.read_text(encoding="utf-8")).get("model_max_length", default)
+        except (OSError, ValueError, AttributeError):
+            return default
+        return said if isinstance(said, int) and 0 < said <= 4096 else default
+
+    @functools.cached_property
+    def scheduler(self) -> Scheduler:
+        """The scheduler; errors are those of `read_scheduler`."""
+        return self.scheduler_with(None)
+
+    def scheduler_with(self, dynamic_shift: Callable[[int, int], float] | None) -> Scheduler:
+        """The scheduler with a rule of its own; see `read_scheduler`."""
+        return read_scheduler(self._at("scheduler"), dynamic_shift)
+
+    def _at(self, name: str) -> Path:
+        if not self.has(name):
+            raise ConfigError(
+                f"{self.folder / 'model_index.json'} names no {name}, which this pipeline needs; "
+                "save it with all its parts"
+            )
+        return self.folder / name
+
+
+def compiled(module: nnx.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(module, *arrays)` as a compiled function of the arrays, one program a shape."""
+    graph, state = nnx.split(module)
+
+    @jax.jit
+    def run(state: Any, *arrays: Any) -> Any:
+        return call(nnx.merge(graph, state), *arrays)
+
+    return lambda *arrays: run(state, *arrays)
+
+
+def texts(prompts: Sequence[str | None]) -> list[str]:
+    """Prompts with the empty text for none."""
+    return [prompt or "" for prompt in prompts]

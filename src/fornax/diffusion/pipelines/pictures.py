@@ -1,0 +1,73 @@
+"""Pictures of files as arrays, and back.
+
+Legend: H height, W width, C channels.
+"""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from fornax.config.errors import DataError
+from fornax.diffusion.pipelines.pipeline import Size
+
+__all__ = ["FORMATS", "encode_picture", "open_picture", "read_mask", "to_array"]
+
+FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
+_MOST_PIXELS = 64 << 20
+
+
+def open_picture(source: Path | bytes, what: str) -> Image.Image:
+    """A picture, read whole.
+
+    Args:
+      source: a file, or its bytes.
+      what: names it in messages.
+
+    Raises:
+      DataError: no such file, no picture, a truncated one, or one too large.
+    """
+    try:
+        picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        if picture.width * picture.height > _MOST_PIXELS:
+            raise DataError(
+                f"{what} has {picture.width}x{picture.height} pixels; use one of at most "
+                f"{_MOST_PIXELS:,}"
+            )
+        picture.load()
+    except UnidentifiedImageError:
+        raise DataError(f"{what} is not a picture; use a PNG, JPEG or WebP file") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{what} cannot be read ({reason}); use a whole PNG, JPEG or WebP file"
+        ) from None
+    return picture
+
+
+def to_array(picture: Image.Image, size: Size, channels: int) -> np.ndarray:
+    """A picture at a size -> float32 [H, W, C] in [-1, 1]; transparency is dropped."""
+    height, width = size
+    picture = picture.convert("RGB" if channels == 3 else "L")
+    if picture.size != (width, height):
+        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
+    array = np.asarray(picture, np.float32) / 127.5 - 1
+    return array.reshape(height, width, channels)
+
+
+def read_mask(picture: Image.Image, size: Size) -> np.ndarray:
+    """A mask at a size -> float32 [H, W]: 1 where it is white, 0 where it is black."""
+    height, width = size
+    picture = picture.convert("L").resize((width, height), Image.Resampling.NEAREST)
+    return (np.asarray(picture) >= 128).astype(np.float32)
+
+
+def encode_picture(pixels_HWC: np.ndarray, form: str, quality: int = 100) -> bytes:
+    """uint8 [H, W, C] as a file of a form of `FORMATS`; `quality`, 0 to 100, is not PNG's."""
+    if pixels_HWC.shape[-1] == 1:
+        pixels_HWC = pixels_HWC[..., 0]
+    file = io.BytesIO()
+    options = {} if form == "png" else {"quality": quality}
+    Image.fromarray(pixels_HWC).save(file, FORMATS[form], **options)
+    return file.getvalue()

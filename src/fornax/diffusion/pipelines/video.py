@@ -1,0 +1,242 @@
+"""Pipelines of diffusers that draw videos, by their class.
+
+Legend: B prompts, S tokens, D width of text states, F frames of latents.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from fornax.config.errors import ConfigError
+from fornax.diffusion.models.condition import Condition
+from fornax.diffusion.models.transformer import FractionalRopeConfig
+from fornax.diffusion.pipelines.experts import Experts
+from fornax.diffusion.pipelines.parts import Parts, compiled, texts
+from fornax.diffusion.pipelines.pipeline import Frames, Pipeline, Size
+
+__all__ = ["VIDEO_FAMILIES"]
+
+Prompts = Sequence[str | None]
+
+
+def _video_pipeline(
+    parts: Parts,
+    encode: Callable[[Prompts, Size, float], Condition],
+    *,
+    denoiser: Any,
+    count: int,
+    rate: float,
+    begin: Callable[[Any, jax.Array, int], dict[str, jax.Array]] | None = None,
+    **fields: Any,
+) -> Pipeline:
+    """A pipeline over the latents of a video's autoencoder.
+
+    Args:
+      parts: of the folder.
+      encode: prompts to conditions.
+      denoiser: of videos of latents.
+      count: of frames, by default.
+      rate: frames per second, by default.
+      begin: as of `Frames`, of the autoencoder too.
+      fields: of `Pipeline`, that the family has.
+    """
+    vae, scheduler = parts.module("vae"), parts.scheduler
+    channels, drawn = vae.config.latent_channels, denoiser.config.outputs
+    if drawn != channels:
+        raise ConfigError(
+            f"{parts.folder}: the transformer draws {drawn} channels and the vae decodes "
+            f"{channels}; take both from one model"
+        )
+    factor, frames, patch = vae.config.factor, vae.config.frame_factor, denoiser.config.patch
+
+    def tokens(shape: Sequence[int]) -> int:
+        return math.prod(n // p for n, p in zip(shape, patch, strict=False))
+
+    def spacing(rate: float) -> tuple[float, float, float]:
+        return frames / rate, factor, factor
+
+    spaced = isinstance(denoiser.config.positions, FractionalRopeConfig)
+
+    return Pipeline(
+        name=str(parts.folder),
+        denoiser=denoiser,
+        prediction=scheduler.prediction,
+        schedule=lambda steps, shape: scheduler.schedule(steps, tokens(shape)),
+        sampler=scheduler.sampler,
+        encode=encode,
+        latent_shape=lambda size: (size[0] // factor, size[1] // factor, channels),
+        decode=compiled(vae, lambda vae, x_BFHWC: vae.videos(x_BFHWC).astype(jnp.float32)),
+        frames=Frames(
+            count=count,
+            factor=frames,
+            rate=rate,
+            sizes=spacing if spaced else None,
+            begin=None if begin is None else functools.partial(begin, vae),
+        ),
+        multiple=factor * patch[-1],
+        **fields,
+    )
+
+
+def _wan(parts: Parts) -> Pipeline:
+    """Wan 2.1 and 2.2 from text."""
+    return _wan_of(parts)
+
+
+def _wan_of(parts: Parts, **fields: Any) -> Pipeline:
+    """Wan: UMT5's states, zeros behind the prompt's; one network or two."""
+    words, encoder = parts.tokenizer("tokenizer"), parts.module("text_encoder")
+
+    def states(encoder: Any, tokens_BS: Any, mask_BS: Any) -> Any:
+        text_BSD = encoder(tokens_BS, mask_BS)
+        return text_BSD * mask_BS[..., None].astype(text_BSD.dtype)
+
+    run = compiled(encoder, states)
+
+    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
+        return Condition(text_BSD=run(*words.encode(texts(prompts), 512)))
+
+    denoiser = parts.module("transformer")
+    if parts.has("transformer_2"):
+        boundary = parts.index.get("boundary_ratio")
+        if boundary is None:
+            raise ConfigError(
+                f"{parts.folder / 'model_index.json'} names a transformer_2 and no boundary_ratio, "
+                "which says from which times on it draws; write it there, such as 0.875"
+            )
+        denoiser = Experts(denoiser, parts.module("transformer_2"), 1000 * float(boundary))
+    return _video_pipeline(
+        parts,
+        encode,
+        denoiser=denoiser,
+        count=81,
+        rate=16,
+        size=(480, 832),
+        steps=50,
+        scale=5.0,
+        **fields,
+    )
+
+
+def _wan_from_an_image(parts: Parts) -> Pipeline:
+    """Wan from a first frame: latents of it and of grey behind, and a mask, as channels; in 2.1
+    CLIP's states of it too, those before the last layer."""
+    if parts.index.get("expand_timesteps"):
+        raise ConfigError(
+            f"{parts.folder}: expand_timesteps, a time for each patch as of Wan 2.2's 5B model, is "
+            "not supported; draw from text with its WanPipeline"
+        )
+
+    see = _clip_states(parts) if parts.module("transformer").config.image_states else None
+
+    def begin(vae: Any, image_BHWC: jax.Array, count: int) -> dict[str, jax.Array]:
+        video_BFHWC = jnp.pad(image_BHWC[:, None], ((0, 0), (0, count - 1), *((0, 0),) * 3))
+        latents_BFHWC = vae.latents(video_BFHWC)
+        mask = jnp.zeros((*latents_BFHWC.shape[:-1], vae.config.frame_factor), jnp.float32)
+        told = {"image_BX": jnp.concatenate([mask.at[:, 0].set(1.0), latents_BFHWC], -1)}
+        return told if see is None else {**told, "text2_BSD": see(image_BHWC)}
+
+    return _wan_of(parts, begin=begin)
+
+
+def _clip_states(parts: Parts) -> Callable[[jax.Array], jax.Array]:
+    """CLIP's states before the last layer, of images [1, H, W, 3] in [-1, 1]: the shorter side
+    becomes its size, the middle is cut out, and each colour is normalised as the files say."""
+    encoder, settings = parts.module("image_encoder"), parts.settings("image_processor")
+    side = encoder.config.image_size
+    run = compiled(encoder, lambda encoder, x_BHWC: encoder(x_BHWC, skip=1))
+    mean = np.float32(settings.get("image_mean", _MEAN))
+    deviation = np.float32(settings.get("image_std", _DEVIATION))
+
+    def see(image_BHWC: jax.Array) -> jax.Array:
+        pixels_HWC = np.asarray(jnp.round((image_BHWC[0] + 1) * 127.5), np.uint8)
+        picture = Image.fromarray(pixels_HWC)
+        shorter = min(picture.size)
+        width, height = (int(n * side / shorter) for n in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
+        left, top = (width - side) // 2, (height - side) // 2
+        picture = picture.crop((left, top, left + side, top + side))
+        return run(((np.asarray(picture, np.float32) / 255 - mean) / deviation)[None])
+
+    return see
+
+
+_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of colours, as CLIP's images are normalised where a file does not say."""
+
+
+def _ltx(parts: Parts) -> Pipeline:
+    """LTX-Video from text: T5's states of 128 tokens with their mask; the rate is an input."""
+    words = parts.tokenizer("tokenizer")
+    run = compiled(parts.module("text_encoder"), lambda encoder, tokens: encoder(tokens))
+
+    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
+        tokens_BS, mask_BS = words.encode(texts(prompts), 128)
+        return Condition(text_BSD=run(tokens_BS), text_mask_BS=jnp.asarray(mask_BS))
+
+    denoiser = parts.module("transformer")
+    return _video_pipeline(
+        parts, encode, denoiser=denoiser, count=161, rate=25, size=(512, 704), steps=50, scale=3.0
+    )
+
+
+_HUNYUAN_VIDEO_BEFORE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following "
+    "aspects: 1. The main content and theme of the video.2. The color, shape, size, texture, "
+    "quantity, text, and spatial relationships of the objects.3. Actions, events, behaviors "
+    "temporal relationships, physical movement changes of the objects.4. background environment, "
+    "light, style and atmosphere.5. camera angles, movements, and transitions used in the video:"
+    "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+)
+"""What prompts followed in training (github.com/Tencent/HunyuanVideo, hyvideo/constants.py)."""
+_HUNYUAN_VIDEO_SKIPPED, _HUNYUAN_VIDEO_LENGTH = 95, 256
+"""Tokens of that, which are left out, and of the prompt and what follows it."""
+
+
+def _hunyuan_video(parts: Parts) -> Pipeline:
+    """HunyuanVideo from text: Llama's states of a fixed conversation, two layers before its last,
+    and CLIP's pooled state; guidance is an input, or there is none."""
+    words, clip_words = parts.tokenizer("tokenizer"), parts.tokenizer("tokenizer_2")
+    states, clip = parts.language_model("text_encoder", (-3,)), parts.module("text_encoder_2")
+    pool = compiled(clip, lambda clip, tokens: clip(tokens)[1])
+    denoiser = parts.module("transformer")
+    embedded = denoiser.config.embedder.guidance_scale is not None
+    skipped, length = _HUNYUAN_VIDEO_SKIPPED, _HUNYUAN_VIDEO_LENGTH
+
+    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
+        asked = [_HUNYUAN_VIDEO_BEFORE + text + "<|eot_id|>" for text in texts(prompts)]
+        tokens_BS, mask_BS = words.encode(asked, skipped + length)
+        clip_tokens_BS, _ = clip_words.encode(texts(prompts), clip.config.max_positions)
+        return Condition(
+            text_BSD=states(tokens_BS, mask_BS)[:, skipped:],
+            text_mask_BS=jnp.asarray(mask_BS[:, skipped:]),
+            pooled_BD=pool(clip_tokens_BS),
+            guidance_B=jnp.full((len(prompts),), guidance, jnp.float32) if embedded else None,
+        )
+
+    return _video_pipeline(
+        parts,
+        encode,
+        denoiser=denoiser,
+        count=129,
+        rate=24,
+        guidance="embedded" if embedded else "none",
+        size=(720, 1280),
+        steps=50,
+        scale=6.0 if embedded else 1.0,
+    )
+
+
+VIDEO_FAMILIES: Mapping[str, Callable[[Parts], Pipeline]] = {
+    "HunyuanVideoPipeline": _hunyuan_video,
+    "LTXPipeline": _ltx,
+    "WanImageToVideoPipeline": _wan_from_an_image,
+    "WanPipeline": _wan,
+}
+"""What loads a folder, by `_class_name` of its model_index.json."""

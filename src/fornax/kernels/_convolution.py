@@ -1,0 +1,303 @@
+"""Convolutions of images and videos whose channels come last.
+
+Legend: B batch, C channels in, N channels out, K = window times C.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from fornax.config.errors import KernelError
+from fornax.kernels import _native
+from fornax.kernels._grouped.call import free_devices
+from fornax.kernels._layer.native import is_open
+from fornax.kernels._linear import LINEAR_OUTPUT, linear
+from fornax.kernels.registry import Implementation, Operation, Work, current_platform, register
+
+__all__ = ["ConvolutionCall", "convolution", "convolution_operation"]
+
+_FEWEST = 16
+"""Channels in or out below which a tile of the product is mostly padding."""
+
+
+@dataclass(frozen=True)
+class ConvolutionCall:
+    """One call: what implementations look at when they decline."""
+
+    platform: str
+    batch: int
+    space: tuple[int, ...]
+    """Of the input."""
+    window: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    channels: int
+    outputs: int
+    dtype: str
+    bias: bool
+    devices: int
+    """Over which XLA divides what is computed here."""
+
+    def __post_init__(self) -> None:
+        """Make tuples of what another process sent as lists."""
+        for name in ("space", "window", "stride"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "padding", tuple((first, last) for first, last in self.padding))
+
+    @property
+    def out(self) -> tuple[int, ...]:
+        """Axes of the result between batch and channels."""
+        sizes = zip(self.space, self.window, self.stride, self.padding, strict=True)
+        return tuple((n + sum(pad) - w) // s + 1 for n, w, s, pad in sizes)
+
+
+def convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias_N: jax.Array | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Sequence[tuple[int, int]] | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Multiply each window of an image or video with a kernel.
+
+    y[b, i] = sum_(w, c) x[b, i stride + w - before, c] kernel[w, c] + bias, as cross-correlation,
+    with zeros outside of x. A convolution that is causal over frames has (window - 1, 0) as their
+    padding. In bfloat16 on one CPU with AVX512-BF16 it is native: sums and bias are float32,
+    rounded once, and an image's result has the same bits whatever the batch is; so are its
+    gradients, but for that of x where the stride is more than 1. Elsewhere it is XLA's, which
+    rounds the sum to the dtype of x before it adds the bias.
+
+    Args:
+        x: [B, H, W, C], or [B, E, H, W, C] with E frames.
+        kernel: [h, w, C, N], or [e, h, w, C, N], in the dtype of x.
+        bias_N: of any floating dtype; None for none.
+        stride: of the window, for all axes or for each.
+        padding: zeros before and after each axis; None for the window's size less one, half of it
+            before and the rest after: of odd windows with stride 1 the result has the size of x.
+        implementation: name of one implementation to run, no other.
+
+    Returns:
+        y [B, ..., N] in the dtype of x.
+
+    Raises:
+        KernelError: arguments that do not go together, or `implementation` cannot run the call.
+    """
+    axes = x.ndim - 2
+    if axes not in (2, 3) or kernel.ndim != x.ndim or kernel.shape[-2] != x.shape[-1]:
+        raise KernelError(
+            f"convolution: x{x.shape} and kernel{kernel.shape} must be [B, H, W, C] and "
+            "[h, w, C, N], or [B, E, H, W, C] and [e, h, w, C, N]"
+        )
+    if x.dtype != kernel.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise KernelError(
+            f"convolution: x is {x.dtype} and the kernel {kernel.dtype}; use one floating dtype"
+        )
+    if bias_N is not None and bias_N.shape != kernel.shape[-1:]:
+        raise KernelError(f"convolution: bias{bias_N.shape} must be {kernel.shape[-1:]}")
+    strides = (stride,) * axes if isinstance(stride, int) else tuple(stride)
+    window = kernel.shape[:axes]
+    pads = tuple(((w - 1) // 2, w // 2) for w in window) if padding is None else tuple(padding)
+    if len(strides) != axes or len(pads) != axes or min(strides) < 1 or min(map(min, pads)) < 0:
+        raise KernelError(
+            f"convolution: stride={stride} and padding={padding} must be {axes} numbers of at "
+            "least 1, and as many pairs of at least 0"
+        )
+    call = ConvolutionCall(
+        platform=current_platform(),
+        batch=x.shape[0],
+        space=x.shape[1:-1],
+        window=window,
+        stride=strides,
+        padding=pads,
+        channels=x.shape[-1],
+        outputs=kernel.shape[-1],
+        dtype=jnp.dtype(x.dtype).name,
+        bias=bias_N is not None,
+        devices=free_devices(),
+    )
+    if not is_open(x) and min(call.out) < 1:
+        raise KernelError(
+            f"convolution: a window of {window} does not fit x{x.shape} with padding={pads}; pad "
+            "more, or use a smaller window"
+        )
+    how = _How(strides, pads)
+    if is_open(x, kernel):
+        return _plain(how, x, kernel, bias_N)
+    y = convolution_operation.choose(call, implementation).run(how, x, kernel, bias_N)
+    return checkpoint_name(y, LINEAR_OUTPUT)  # a product, for policies of rematerialisation
+
+
+@dataclass(frozen=True)
+class _How:
+    """The numbers of a call."""
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Axes that make a video of one frame of an image."""
+        return (1,) * (3 - len(self.stride))
+
+    @property
+    def numbers(self) -> dict[str, np.ndarray]:
+        """The attributes of the native calls."""
+        before = (0,) * len(self.lead) + tuple(first for first, _ in self.padding)
+        return {
+            "stride": np.array((*self.lead, *self.stride), np.int64),
+            "before": np.array(before, np.int64),
+        }
+
+    def video(self, x: jax.Array) -> jax.Array:
+        """`x` as a video, which the native calls take."""
+        return x.reshape(x.shape[0], *self.lead, *x.shape[1:])
+
+
+def _plain(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+    axes = len(how.stride)
+    letters = "DHW"[-axes:]
+    if kernel.shape[:axes] == (1,) * axes and how == _How((1,) * axes, ((0, 0),) * axes):
+        # On CPU the kernel's gradient takes a third of the time.
+        y = linear(x, kernel.reshape(kernel.shape[axes:]))
+    else:
+        y = jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            how.stride,
+            how.padding,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        )
+    if bias_N is None:
+        return y
+    # In float32, so that the bias's gradient, a sum over all places, is too.
+    return (y.astype(jnp.float32) + bias_N.astype(jnp.float32)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _native_run(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+    B, *out, N = jax.eval_shape(functools.partial(_plain, how), x, kernel, None).shape
+    y = jax.ShapeDtypeStruct((B, *how.lead, *out, N), x.dtype)
+    call = jax.ffi.ffi_call("fornax_convolution", y, vmap_method="sequential")
+    bias = jnp.zeros((0,)) if bias_N is None else bias_N.astype(jnp.float32)
+    found = call(how.video(x), kernel.reshape(*how.lead, *kernel.shape), bias, **how.numbers)
+    return found.reshape(B, *out, N)
+
+
+def _native_jvp(how: _How, primals: Any, tangents: Any) -> tuple[jax.Array, object]:
+    """Of an argument that is not differentiated, a frozen kernel say, nothing is computed."""
+    x, kernel, _ = primals
+    dx, dkernel, dbias_N = tangents
+    y = _native_run(how, *primals)
+    parts = []
+    if not isinstance(dx, SymbolicZero):
+        parts.append(_tangent.bind(dx, kernel, how=how))
+    if not isinstance(dkernel, SymbolicZero):
+        parts.append(_tangent.bind(x, dkernel, how=how))
+    if not (dbias_N is None or isinstance(dbias_N, SymbolicZero)):
+        wide = jnp.broadcast_to(dbias_N.astype(jnp.float32), y.shape)
+        parts.append(wide.astype(y.dtype))
+    return y, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(y)
+
+
+_native_run.defjvp(_native_jvp, symbolic_zeros=True)
+
+
+def _product(x: jax.Array, kernel: jax.Array, *, how: _How) -> jax.Array:
+    return _plain(how, x, kernel, None)
+
+
+def _x_cotangent(dy: jax.Array, x: Any, kernel: jax.Array, *, how: _How) -> jax.Array:
+    """A convolution of dy with the kernel turned around, where the stride is 1."""
+    axes = len(how.stride)
+    pads = [(w - 1 - before, w - 1 - after) for w, (before, after) in
+            zip(kernel.shape[:axes], how.padding, strict=True)]  # fmt: skip
+    if set(how.stride) != {1} or min(map(min, pads)) < 0:
+        like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+        [dx] = jax.linear_transpose(lambda x: _product(x, kernel, how=how), like)(dy)
+        return dx
+    turned = jnp.swapaxes(jnp.flip(kernel, range(axes)), -1, -2)
+    return _native_run(_How(how.stride, tuple(pads)), dy, turned, None)
+
+
+def _kernel_cotangent(dy: jax.Array, x: jax.Array, kernel: Any, *, how: _How) -> jax.Array:
+    shape = kernel.aval.shape
+    dkernel = jax.ShapeDtypeStruct((*how.lead, *shape), kernel.aval.dtype)
+    call = jax.ffi.ffi_call("fornax_convolution_kernel_gradient", dkernel, vmap_method="sequential")
+    return call(how.video(x), how.video(dy), **how.numbers).reshape(shape)
+
+
+def _batch(arrays: Any, dims: Any, *, how: _How) -> tuple[jax.Array, int]:
+    return jax.vmap(functools.partial(_product, how=how), in_axes=tuple(dims))(*arrays), 0
+
+
+_tangent = Primitive("convolution_tangent")
+"""XLA's convolution, linear in both arguments, with transposes that are native."""
+_tangent.def_impl(_product)
+_tangent.def_abstract_eval(
+    lambda x, kernel, *, how: jax.core.ShapedArray(
+        jax.eval_shape(functools.partial(_product, how=how), x, kernel).shape, x.dtype
+    )
+)
+mlir.register_lowering(_tangent, mlir.lower_fun(_product, multiple_results=False))
+ad.defbilinear(_tangent, _x_cotangent, _kernel_cotangent)
+batching.primitive_batchers[_tangent] = _batch
+
+
+def _declines(call: ConvolutionCall) -> str | None:
+    if call.dtype != "bfloat16":
+        return f"it takes bfloat16, not {call.dtype}, which XLA multiplies as fast"
+    if min(call.channels, call.outputs) < _FEWEST:
+        return f"it takes {_FEWEST} channels or more, not {min(call.channels, call.outputs)}"
+    if call.devices != 1:
+        return f"XLA divides the call over {call.devices} devices"
+    if not _native.has_features("avx512_bf16", "avx512bw", "avx512vl"):
+        return "the processor has no AVX512-BF16"
+    return _native.unavailable("convolution")
+
+
+def _benchmark(call: ConvolutionCall, run: Callable[..., jax.Array]) -> Callable[[], object]:
+    how = _How(call.stride, call.padding)
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (call.batch, *call.space, call.channels), call.dtype)
+    shape = (*call.window, call.channels, call.outputs)
+    kernel = jax.random.normal(keys[1], shape, call.dtype)
+    bias_N = jnp.ones(call.outputs) if call.bias else None
+    work = jax.jit(functools.partial(run, how))
+    return lambda: work(x, kernel, bias_N)
+
+
+def _work(call: ConvolutionCall) -> Work:
+    inner, places = math.prod(call.window) * call.channels, call.batch * math.prod(call.out)
+    read = call.batch * math.prod(call.space) * call.channels + inner * call.outputs
+    size = jnp.dtype(call.dtype).itemsize
+    return Work(
+        flops=2.0 * places * inner * call.outputs,
+        bytes=float(size * (read + places * call.outputs)),
+        dtype=call.dtype,
+    )
+
+
+convolution_operation: Operation[ConvolutionCall] = register(
+    Operation(
+        "convolution",
+        (
+            Implementation("native", _native_run, _declines, platform="cpu", steady=True),
+            Implementation("xla", _plain, lambda call: None),
+        ),
+        _benchmark,
+        work=_work,
+        call=ConvolutionCall,
+    )
+)

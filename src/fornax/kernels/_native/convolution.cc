@@ -1,0 +1,276 @@
+// Convolutions of bfloat16 images or videos whose channels come last, as products of their patches with the kernel:
+// patches of 32 places at a time are copied into the second cache, and never all of them. So is the kernel's gradient,
+// a product of the patches, transposed, with that of the result.
+//
+// Letters: B batch, E, H, W frames, rows and columns of the input, C channels in, N out, K = window times C.
+
+#include <cstdint>
+
+#include "bfloat16_product.h"
+#include "simd.h"
+
+#if defined(FORNAX_BFLOAT16_PRODUCTS)  // elsewhere the library is empty
+
+namespace fornax {
+namespace {
+
+// Of the axes E, H, W.
+struct Axes {
+  int64_t in[3], out[3], window[3], stride[3], before[3];
+
+  int64_t places() const { return out[0] * out[1] * out[2]; }
+  int64_t taps() const { return window[0] * window[1] * window[2]; }
+};
+
+struct Convolution {
+  Axes axes;
+  int64_t B, C, N;
+  const Half *x, *kernel;  // [B, E, H, W, C], [K, N]
+  const float* bias;       // null for none
+
+  int64_t K() const { return axes.taps() * C; }
+  int64_t M() const { return B * axes.places(); }
+
+  // The patch of place m, [K]; zeros where it lies outside.
+  void copy_patch(int64_t m, Half* to) const {
+    const int64_t place = m % axes.places();
+    const int64_t at[3] = {place / (axes.out[2] * axes.out[1]), place / axes.out[2] % axes.out[1],
+                           place % axes.out[2]};
+    const Half* image = x + m / axes.places() * axes.in[0] * axes.in[1] * axes.in[2] * C;
+    int64_t tap[3];
+    for (tap[0] = 0; tap[0] < axes.window[0]; ++tap[0]) {
+      for (tap[1] = 0; tap[1] < axes.window[1]; ++tap[1]) {
+        for (tap[2] = 0; tap[2] < axes.window[2]; ++tap[2], to += C) {
+          int64_t from = 0;
+          bool inside = true;
+          for (int i = 0; i < 3; ++i) {
+            const int64_t index = at[i] * axes.stride[i] + tap[i] - axes.before[i];
+            inside = inside && index >= 0 && index < axes.in[i];
+            from = from * axes.in[i] + index;
+          }
+          if (inside) {
+            std::memcpy(to, image + from * C, C * sizeof(Half));
+          } else {
+            std::memset(to, 0, C * sizeof(Half));
+          }
+        }
+      }
+    }
+  }
+
+  // Places of block `index`, with all columns.
+  void multiply(int64_t index, const Half* panels, Half* rows, Half* y) const {
+    const int64_t depth = tiles_of(K()) * kDepth, top = index * kSide;
+    const int64_t height = std::min(kSide, M() - top);
+    for (int64_t i = 0; i < kSide; ++i) {
+      Half* to = rows + i * depth;
+      if (i < height) copy_patch(top + i, to);
+      const int64_t from = i < height ? K() : 0;
+      std::memset(to + from, 0, (depth - from) * sizeof(Half));
+    }
+    alignas(64) float sums[kSide * kSide];
+    for (int64_t p = 0; p < blocks_of(N); ++p) {
+      const int64_t left = p * kSide, width = std::min(kSide, N - left);
+      block_product(tiles_of(K()), rows, depth, panels + left * depth, sums, kSide);
+      for (int64_t i = 0; i < height; ++i) {
+        float* line = sums + i * kSide;
+        for (int64_t j = 0; bias && j < width; ++j) line[j] += bias[left + j];
+        Half* to = y + (top + i) * N + left;
+        for (int64_t j = 0; j < width; j += 16) narrow_16(line + j, first_16(width - j), to + j);
+      }
+    }
+  }
+
+  void run(ffi::ThreadPool& pool, Half* y) const {
+    const int64_t depth = tiles_of(K()) * kDepth, panels = blocks_of(N), blocks = blocks_of(M());
+    static thread_local Arena kept;
+    kept.start(panels * kSide * depth / 2);
+    auto* right = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
+    const Matrix weights = {kernel, K(), N, N};
+    parallel_for(pool, panels, [&](int64_t i) {
+      pack_panel(weights, i, right + i * kSide * depth);
+    });
+    const int64_t parts = std::min<int64_t>(blocks, 8 * std::max<int64_t>(pool.num_threads(), 1));
+    parallel_for(pool, parts, [&](int64_t part) {
+      const Tiles tiles;
+      Arena& arena = Arena::of_this_thread();
+      arena.start(kSide * depth / 2);
+      auto* rows = reinterpret_cast<Half*>(arena.take(kSide * depth / 2));
+      for (int64_t i = blocks * part / parts; i < blocks * (part + 1) / parts; ++i) {
+        multiply(i, right, rows, y);
+      }
+    });
+  }
+};
+
+// The places of a result in order, each with where one tap of its window lies in the input.
+class Walk {
+ public:
+  Walk(const Convolution& of, int64_t tap, int64_t channel) : of_(of), image_(of.x + channel) {
+    for (int i = 2; i >= 0; --i) {
+      tap_[i] = tap % of.axes.window[i] - of.axes.before[i];
+      tap /= of.axes.window[i];
+    }
+  }
+
+  // That of the next place; null where it lies outside.
+  const Half* next() {
+    const Axes& axes = of_.axes;
+    int64_t from = 0;
+    bool inside = true;
+    for (int i = 0; i < 3; ++i) {
+      const int64_t index = at_[i] * axes.stride[i] + tap_[i];
+      inside = inside && index >= 0 && index < axes.in[i];
+      from = from * axes.in[i] + index;
+    }
+    const Half* found = inside ? image_ + from * of_.C : nullptr;
+    int i = 2;
+    while (i >= 0 && ++at_[i] == axes.out[i]) at_[i--] = 0;
+    if (i < 0) image_ += axes.in[0] * axes.in[1] * axes.in[2] * of_.C;
+    return found;
+  }
+
+ private:
+  const Convolution& of_;
+  const Half* image_;
+  int64_t tap_[3], at_[3] = {0, 0, 0};
+};
+
+// dkernel[K, N] = patches[M, K]^T dy[M, N]: of one tap and 32 channels at a time, `kChunk` places in the second cache.
+// Sums over all places are float32, in the order of the places.
+struct KernelGradient {
+  static constexpr int64_t kChunk = 512;
+
+  Convolution c;
+  const Half* dy;
+  Half* dkernel;
+
+  // 32 places of a walk become 32 pairs of columns: rows of channels, `kChunk` apart.
+  static void transpose(Walk& walk, int64_t places, int64_t channels, Half* to) {
+    const Half* at[kDepth] = {};
+    for (int64_t i = 0; i < places; ++i) at[i] = walk.next();
+    const __m256i zero = _mm256_setzero_si256();
+    for (int64_t half = 0; half < 2; ++half) {
+      const __mmask16 some = first_16(channels - half * kTile);
+      __m512i rows[16];
+      for (int64_t i = 0; i < kTile; ++i) {
+        const Half *low = at[2 * i], *high = at[2 * i + 1];
+        const __m256i a = low ? _mm256_maskz_loadu_epi16(some, low + half * kTile) : zero;
+        const __m256i b = high ? _mm256_maskz_loadu_epi16(some, high + half * kTile) : zero;
+        rows[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(a), _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+      }
+      transpose_words(rows);
+      for (int64_t i = 0; i < kTile; ++i) _mm512_storeu_si512(to + (half * kTile + i) * kChunk, rows[i]);
+    }
+  }
+
+  // Panels from `first` to `last` of the rows of one tap and block of channels.
+  void multiply(int64_t tap, int64_t block, int64_t first, int64_t last, const Half* panels) const {
+    const int64_t depth = tiles_of(c.M()) * kDepth, width = (last - first) * kSide;
+    const int64_t channels = std::min(kSide, c.C - block * kSide);
+    Arena& arena = Arena::of_this_thread();
+    arena.start(kSide * (width + kSide) + kSide * kChunk / 2);
+    float *total = arena.take(kSide * width), *sums = arena.take(kSide * kSide);
+    auto* rows = reinterpret_cast<Half*>(arena.take(kSide * kChunk / 2));
+    std::fill(total, total + kSide * width, 0.0f);
+    Walk walk(c, tap, block * kSide);
+    for (int64_t from = 0; from < depth; from += kChunk) {
+      const int64_t tiles = tiles_of(std::min(kChunk, depth - from));
+      for (int64_t t = 0; t < tiles; ++t) {
+        const int64_t left = c.M() - from - t * kDepth;
+        transpose(walk, std::min(kDepth, left), channels, rows + t * kDepth);
+      }
+      for (int64_t p = first; p < last; ++p) {
+        const Half* panel = panels + (p * depth + from) * kSide;
+        block_product(tiles, rows, kChunk, panel, sums, kSide, channels);
+        for (int64_t i = 0; i < channels; ++i) {
+          float* to = total + i * width + (p - first) * kSide;
+          for (int64_t j = 0; j < kSide; ++j) to[j] += sums[i * kSide + j];
+        }
+      }
+    }
+    for (int64_t i = 0; i < channels; ++i) {
+      const int64_t left = first * kSide, columns = std::min(width, c.N - left);
+      Half* to = dkernel + (tap * c.C + block * kSide + i) * c.N + left;
+      for (int64_t j = 0; j < columns; j += 16) {
+        narrow_16(total + i * width + j, first_16(columns - j), to + j);
+      }
+    }
+  }
+
+  void run(ffi::ThreadPool& pool) const {
+    const int64_t depth = tiles_of(c.M()) * kDepth, panels = blocks_of(c.N), blocks = blocks_of(c.C);
+    static thread_local Arena kept;
+    kept.start(panels * kSide * depth / 2);
+    auto* right = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
+    const Matrix gradients = {dy, c.M(), c.N, c.N};
+    parallel_for(pool, panels, [&](int64_t i) { pack_panel(gradients, i, right + i * kSide * depth); });
+    // Columns are divided too where there are few rows: each part makes the same rows again.
+    const int64_t strips = c.axes.taps() * blocks;
+    const int64_t wanted = 4 * std::max<int64_t>(pool.num_threads(), 1);
+    const int64_t parts = std::clamp<int64_t>((wanted + strips - 1) / strips, 1, panels);
+    parallel_for(pool, strips * parts, [&](int64_t item) {
+      const Tiles tiles;
+      const int64_t strip = item / parts, part = item % parts;
+      multiply(strip / blocks, strip % blocks, panels * part / parts, panels * (part + 1) / parts, right);
+    });
+  }
+};
+
+Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel,
+                      ffi::AnyBuffer::Dimensions y, ffi::Span<const int64_t> stride,
+                      ffi::Span<const int64_t> before) {
+  const auto xd = x.dimensions();
+  Convolution c = {{}, xd[0], xd[4], kernel[4], static_cast<const Half*>(x.untyped_data()), nullptr, nullptr};
+  for (int i = 0; i < 3; ++i) {
+    c.axes.in[i] = xd[i + 1];
+    c.axes.out[i] = y[i + 1];
+    c.axes.window[i] = kernel[i];
+    c.axes.stride[i] = stride[i];
+    c.axes.before[i] = before[i];
+  }
+  return c;
+}
+
+ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,
+                            ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> y,
+                            ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before) {
+  Convolution c = read_call(x, kernel.dimensions(), y->dimensions(), stride, before);
+  c.kernel = static_cast<const Half*>(kernel.untyped_data());
+  c.bias = bias.element_count() ? bias.typed_data() : nullptr;
+  c.run(pool, static_cast<Half*>(y->untyped_data()));
+  return ffi::Error::Success();
+}
+
+ffi::Error kernel_gradient_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy,
+                                ffi::Result<ffi::AnyBuffer> dkernel, ffi::Span<const int64_t> stride,
+                                ffi::Span<const int64_t> before) {
+  KernelGradient{read_call(x, dkernel->dimensions(), dy.dimensions(), stride, before),
+                 static_cast<const Half*>(dy.untyped_data()), static_cast<Half*>(dkernel->untyped_data())}
+      .run(pool);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace fornax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_convolution, fornax::convolution_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("stride")
+                                  .Attr<xla::ffi::Span<const int64_t>>("before"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_convolution_kernel_gradient, fornax::kernel_gradient_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
+                                  .Attr<xla::ffi::Span<const int64_t>>("stride")
+                                  .Attr<xla::ffi::Span<const int64_t>>("before"));
+
+#endif  // FORNAX_BFLOAT16_PRODUCTS

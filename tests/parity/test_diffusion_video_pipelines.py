@@ -1,0 +1,345 @@
+"""Whole pipelines of videos beside diffusers': tiny random models, saved, latents given."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+from PIL import Image
+from tests.parity.diffusion_models import channels_first, check_output, randomized
+
+from fornax.diffusion.models import Condition
+from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan
+
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+STEPS, GUIDANCE = 4, 4.0
+SIZE, FRAMES = (16, 32), 9
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """Words as they are, those that are not known apart."""
+    words = ["<pad>", "</s>", "<unk>", "a", "fox", "runs", "blue"]
+    backend: Any = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def wan_transformer(seed: int = 0, channels: int = 4, **options: Any) -> Any:
+    network = diffusers.WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=channels,
+        out_channels=4,
+        text_dim=12,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=1,
+        **options,
+    )
+    return randomized(network, seed)
+
+
+def wan_parts() -> dict[str, Any]:
+    """All parts of Wan but the transformers."""
+    encoder = transformers.UMT5Config(
+        vocab_size=8, d_model=12, d_kv=4, d_ff=16, num_layers=1, num_heads=3
+    )
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=[0.1, 0.2, 0.3, 0.4],
+        latents_std=[1.5, 1.4, 1.3, 1.2],
+        scale_factor_spatial=4,
+    )
+    scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    return {
+        "tokenizer": tokenizer(),
+        "text_encoder": randomized(transformers.UMT5EncoderModel(encoder)),
+        "vae": randomized(vae),
+        "scheduler": scheduler,
+    }
+
+
+def ours(folder: Path, noise: np.ndarray, **fields: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Latents and videos of a saved pipeline, channels first."""
+    pipeline = load_pipeline(folder)
+    if "conditions" in fields:
+        conditions = fields.pop("conditions")
+        pipeline = dataclasses.replace(
+            pipeline, encode=lambda prompts, size, guidance: conditions[prompts[0]]
+        )
+    request = ImageRequest(
+        prompt="a fox runs",
+        frames=FRAMES,
+        steps=STEPS,
+        guidance=GUIDANCE,
+        latents_BX=jnp.asarray(noise),
+        **{"size": SIZE, **fields},
+    )
+    latents = pipeline.run(plan(pipeline, request))
+    videos = pipeline.decode(latents)
+    return np.moveaxis(np.asarray(latents), -1, 1), np.moveaxis(np.asarray(videos), -1, 1)
+
+
+def theirs(
+    pipeline: Any, noise: torch.Tensor, size: tuple[int, int] = SIZE, **given: Any
+) -> torch.Tensor:
+    """The latents that diffusers ends with."""
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline(
+        height=size[0],
+        width=size[1],
+        num_frames=FRAMES,
+        num_inference_steps=STEPS,
+        guidance_scale=GUIDANCE,
+        latents=noise,
+        output_type="latent",
+        **given,
+    ).frames
+
+
+def texts(text: np.ndarray) -> dict[str | None, Condition]:
+    """States of the prompt, and of none."""
+    return {
+        name: Condition(text_BSD=jnp.asarray(text[i : i + 1]))
+        for i, name in enumerate(["a fox runs", None])
+    }
+
+
+@torch.no_grad()
+def test_wan_with_its_texts(tmp_path: Path) -> None:
+    """The latents, and the video that they become."""
+    pipeline = diffusers.WanPipeline(transformer=wan_transformer(), **wan_parts())
+    pipeline.save_pretrained(tmp_path / "model")
+    noise = normal(1, 3, 4, 8, 4)
+    latents, videos = ours(tmp_path / "model", noise, negative="blue")
+    want = theirs(pipeline, channels_first(noise), prompt="a fox runs", negative_prompt="blue")
+    check_output(latents, want)
+    config = pipeline.vae.config
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (config.latents_mean, config.latents_std)
+    )
+    check_output(videos, pipeline.vae.decode(want * deviation + mean).sample)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_wan_from_a_first_frame(tmp_path: Path) -> None:
+    """Wan 2.2: latents of the frame and of grey behind it are channels beside the noise; steps on
+    both sides of the boundary, each by its network."""
+    pipeline = diffusers.WanImageToVideoPipeline(
+        transformer=wan_transformer(channels=12),
+        transformer_2=wan_transformer(seed=1, channels=12),
+        boundary_ratio=0.95,
+        image_encoder=None,
+        image_processor=None,
+        **wan_parts(),
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    noise, text = normal(1, 3, 4, 8, 4), normal(2, 5, 12)
+    image = RNG.uniform(-1, 1, (*SIZE, 3)).astype(np.float32)
+    latents, _ = ours(tmp_path / "model", noise, conditions=texts(text), image=image)
+    want = theirs(
+        pipeline,
+        channels_first(noise),
+        image=channels_first((image[None] + 1) / 2),
+        prompt_embeds=torch.from_numpy(text[:1]),
+        negative_prompt_embeds=torch.from_numpy(text[1:]),
+    )
+    times = pipeline.scheduler.timesteps
+    assert times.min() < 950 <= times.max()
+    check_output(latents, want)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
+    """Wan 2.1: the middle of the frame, normalised, and CLIP's states before its last layer."""
+    clip = transformers.CLIPVisionConfig(
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    pipeline = diffusers.WanImageToVideoPipeline(
+        transformer=wan_transformer(channels=12, image_dim=12, added_kv_proj_dim=32),
+        image_encoder=randomized(transformers.CLIPVisionModel(clip)),
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
+        ),
+        **wan_parts(),
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    noise, text = normal(1, 3, 4, 8, 4), normal(2, 512, 12)
+    pixels = RNG.integers(0, 256, (*SIZE, 3)).astype(np.uint8)
+    image = pixels.astype(np.float32) / 127.5 - 1
+    latents, _ = ours(tmp_path / "model", noise, conditions=texts(text), image=image)
+    want = theirs(
+        pipeline,
+        channels_first(noise),
+        image=Image.fromarray(pixels),
+        prompt_embeds=torch.from_numpy(text[:1]),
+        negative_prompt_embeds=torch.from_numpy(text[1:]),
+    )
+    check_output(latents, want)
+
+
+@torch.no_grad()
+def test_ltx_video(tmp_path: Path) -> None:
+    """Text with padding that is not seen; the shift is of the number of latents, then stretched."""
+    encoder = transformers.T5Config(
+        vocab_size=8, d_model=12, d_kv=4, d_ff=16, num_layers=1, num_heads=3
+    )
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        cross_attention_dim=32,
+        caption_channels=12,
+        num_layers=1,
+    )
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(4, 8),
+        down_block_types=("LTXVideoDownBlock3D",) * 2,
+        layers_per_block=(1, 1, 1),
+        spatio_temporal_scaling=(True, False),
+        downsample_type=("conv", "conv"),
+        decoder_block_out_channels=(4, 8),
+        decoder_layers_per_block=(1, 1, 1),
+        decoder_spatio_temporal_scaling=(True, False),
+        decoder_inject_noise=(False,) * 3,
+        upsample_residual=(False,) * 2,
+        upsample_factor=(1, 1),
+        patch_size=4,
+        scaling_factor=1.5,
+    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True,
+        base_image_seq_len=1024,
+        max_image_seq_len=4096,
+        base_shift=0.95,
+        max_shift=2.05,
+        shift_terminal=0.1,
+    )
+    pipeline = diffusers.LTXPipeline(
+        scheduler=scheduler,
+        vae=randomized(vae),
+        text_encoder=randomized(transformers.T5EncoderModel(encoder)),
+        tokenizer=tokenizer(),
+        transformer=randomized(transformer),
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    noise, text = normal(1, 5, 4, 8, 4), normal(2, 5, 12)
+    mask = np.int32([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    conditions = {
+        name: Condition(
+            text_BSD=jnp.asarray(text[i : i + 1]), text_mask_BS=jnp.asarray(mask[i : i + 1])
+        )
+        for i, name in enumerate(["a fox runs", None])
+    }
+    size = (32, 64)
+    latents, videos = ours(tmp_path / "model", noise, conditions=conditions, size=size, rate=24.0)
+    want = theirs(
+        pipeline,
+        pipeline._pack_latents(channels_first(noise)),
+        prompt_embeds=torch.from_numpy(text[:1]),
+        prompt_attention_mask=torch.from_numpy(mask[:1]),
+        negative_prompt_embeds=torch.from_numpy(text[1:]),
+        negative_prompt_attention_mask=torch.from_numpy(mask[1:]),
+        frame_rate=24,
+        size=size,
+    )
+    want = pipeline._unpack_latents(want, 5, 4, 8)
+    check_output(latents, want)
+    check_output(videos, pipeline.vae.decode(want / 1.5).sample)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
+    """Llama's states behind the first 95 tokens of its conversation, and CLIP's pooled state."""
+    llama = transformers.LlamaConfig(
+        vocab_size=8,
+        hidden_size=12,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+    )
+    clip = transformers.CLIPTextConfig(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+    )
+    transformer = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=12,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+    )
+    vae = diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 3,
+        up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        block_out_channels=(4, 4, 4),
+        layers_per_block=1,
+        norm_num_groups=2,
+        spatial_compression_ratio=4,
+    )
+    pipeline = diffusers.HunyuanVideoPipeline(
+        text_encoder=randomized(transformers.LlamaModel(llama)),
+        tokenizer=tokenizer(),
+        transformer=randomized(transformer),
+        vae=randomized(vae),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        text_encoder_2=randomized(transformers.CLIPTextModel(clip)),
+        tokenizer_2=tokenizer(),
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    noise = normal(1, 3, 4, 8, 4)
+    latents, videos = ours(tmp_path / "model", noise)
+    want = theirs(pipeline, channels_first(noise), prompt="a fox runs")
+    check_output(latents, want)
+    factor = pipeline.vae.config.scaling_factor
+    check_output(videos, pipeline.vae.decode(want / factor).sample)

@@ -1,0 +1,36 @@
+"""`fornax diffusion train` and `tune`: flags to a config, and what they refuse."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fornax.cli.commands.diffusion_train import with_images
+from fornax.cli.main import main
+
+
+@pytest.mark.parametrize("words", [["--data", "photos"], ["--data=photos"]])
+def test_data_names_a_folder_of_images(words, capsys) -> None:
+    flags = ["--model.patch", "4", *words, "--print-config"]
+    assert main(["diffusion", "train", "--run-dir", "nowhere", *flags]) == 0
+    config = yaml.safe_load(capsys.readouterr().out)
+    assert config["data"]["type"] == "images"
+    assert config["data"]["path"] == "photos"
+    assert config["model"]["patch"] == 4
+    assert with_images(["--data.type", "letters"]) == ["--data.type", "letters"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "said"),
+    [
+        ("train", [], "name images with --data DIR"),
+        ("tune", [], "begin one with --model DIR"),
+        ("tune", ["--lora.rank", "4"], "model is empty"),
+        ("tune", ["--model", "none", "--lora.rank", "0"], "adapts nothing"),
+        ("train", ["--data", "none"], "does not exist"),
+    ],
+)
+def test_what_is_missing_is_said(command, flags, said, capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diffusion", command, *flags]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""`fornax diffusion sample` and `serve`: help, flags, and mistakes before a model is loaded."""
+
+import pytest
+
+from fornax.cli.main import main
+from fornax.diffusion.server.config import ImageServerConfig
+
+
+@pytest.mark.parametrize("command", ["sample", "serve", "calibrate"])
+def test_the_help_fits_a_screen(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main(["diffusion", command, "--help"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) <= 40
+    assert max(map(len, shown)) <= 100
+
+
+def test_flags_reach_the_server(monkeypatch):
+    calls = []
+    target = "fornax.diffusion.server.launch.serve_pipeline"
+    monkeypatch.setattr(target, lambda *given: calls.append(given) or 0)
+    words = "diffusion serve m --port 9000 --widths 1 4 --sizes 64x32 --api-key k --dtype bfloat16"
+    assert main(words.split()) == 0
+    [(model, config, _)] = calls
+    assert (model, config.port, config.widths) == ("m", 9000, (1, 4))
+    assert (config.sizes, config.api_key, config.dtype) == (("64x32",), ("k",), "bfloat16")
+    assert isinstance(config, ImageServerConfig)
+
+
+@pytest.mark.parametrize(
+    ("words", "needle"),
+    [
+        ("sample nowhere", "nowhere does not exist"),
+        ("sample nowhere --out a.txt", "end it in .png"),
+        ("sample nowhere --out no/folder/a.png", "there is no folder no/folder"),
+        ("sample nowhere --count 0", "at least 1"),
+        ("sample", "needs MODEL"),
+        ("sample nowhere --promt x", "did you mean --prompt"),
+        ("sample nowhere --cache teecache", "did you mean teacache"),
+        ("sample nowhere --cache magcache:-1", "must be a number of at least 0"),
+        ("sample nowhere --compare", "choose one with --cache"),
+        ("calibrate nowhere", "nowhere does not exist"),
+        ("serve", "fornax diffusion serve MODEL"),
+        ("serve m --cache teacache:x", "teacache:0.2 is usual"),
+        ("serve m --widths 0", "each at least 1"),
+        ("serve m --sizes 64", "is not WIDTHxHEIGHT"),
+        ("serve m --mesh.context 2", "give its devices to mesh.tensor"),
+        ("serve m --max-images 0", "below 1"),
+        ("serve m --max-step 3", "did you mean"),
+        ("serve m --lora rex", "is not NAME=FILE"),
+        ("serve m --lora rex=a rex=b", "two adapters have one name"),
+        ("serve nowhere --port 0", "nowhere does not exist"),
+    ],
+)
+def test_mistakes_are_one_paragraph(words, needle, capsys):
+    assert main(["diffusion", *words.split()]) == 2
+    message = capsys.readouterr().err
+    assert needle in message
+    assert "Traceback" not in message

@@ -1,0 +1,85 @@
+"""Distillation and preferences as runs of the one trainer, and the reward of letters."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fornax.config import from_mapping
+from fornax.config.errors import ConfigError
+from fornax.diffusion.config import DiffusionConfig, DiffusionTuneConfig
+from fornax.diffusion.letters import Letters
+from fornax.diffusion.load import load_run
+from fornax.diffusion.rollouts import letters_reward
+from fornax.diffusion.run import train, tune
+
+TEACHER = {
+    "data": {"type": "letters", "count": 64, "holdout": 8},
+    "model": {"type": "dit", "num_layers": 1, "num_heads": 2, "head_dim": 16, "patch": 4},
+    "text": {"type": "words", "width": 16, "length": 4},
+    "objective": {"prediction": "data"},
+    "batch_size": 4,
+    "steps": 2,
+    "save_every": None,
+    "sample": {"every": None, "steps": 2},
+}
+METHODS = {
+    "consistency": {"type": "consistency", "levels": 4},
+    "dmd2": {"type": "dmd2", "steps": 2},
+    "flow-grpo": {"type": "flow-grpo", "steps": 3, "group": 2, "kl": 0.1},
+}
+
+
+def config(**changes) -> DiffusionTuneConfig:
+    said = {name: TEACHER[name] for name in TEACHER if name not in ("model", "text", "objective")}
+    return from_mapping(DiffusionTuneConfig, {**said, **changes})
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    train(from_mapping(DiffusionConfig, TEACHER), folder, progress="none")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_trains_from_a_run_and_its_result_is_a_run(name, teacher, tmp_path):
+    result = tune(
+        config(method=METHODS[name], model=str(teacher)), tmp_path / "run", progress="none"
+    )
+    assert result.step == 2
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
+    found = load_run(tmp_path / "run")
+    before = load_run(teacher)
+    images = found.draw(["bold serif R"], steps=2, guidance=1.0, sampler="lcm")
+    assert images.shape == (1, 16, 16, 1)
+    assert not np.array_equal(
+        images, before.draw(["bold serif R"], steps=2, guidance=1.0, sampler="lcm")
+    )
+
+
+def test_the_reward_counts_letter_and_style():
+    letters = Letters(count=40)
+    reward = letters_reward(letters)
+    images = np.stack([letters[i].image for i in range(40)])
+    prompts = [letters[i].prompt for i in range(40)]
+    assert reward(images, prompts).mean() > 1.9
+    other = ["italic serif Q" if p != "italic serif Q" else "sans A" for p in prompts]
+    assert reward(images, other).mean() < 0.5
+    assert reward(np.zeros_like(images), prompts).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"method": {"type": "dmd2"}, "lora": {"rank": 2}}, "lora"),
+        ({"method": {"type": "flow-grpo", "eta": 0.0}}, r"method\.eta"),
+    ],
+)
+def test_methods_that_cannot_be_are_refused(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        config(**changes)

@@ -1,0 +1,156 @@
+"""Schedulers' files, folders that are no model, pictures."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fornax.config.errors import CheckpointError, ConfigError, DataError
+from fornax.diffusion.pipelines import load_pipeline, parse_size
+from fornax.diffusion.pipelines.pictures import (
+    FORMATS,
+    encode_picture,
+    open_picture,
+    read_mask,
+    to_array,
+)
+from fornax.diffusion.pipelines.scheduler import read_scheduler
+from fornax.diffusion.samplers import dpmpp, euler
+from fornax.diffusion.schedules import flow
+
+SCALED = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def scheduler(folder, name, **values):
+    path = folder / "scheduler_config.json"
+    path.write_text(json.dumps({"_class_name": name, **values}))
+    return read_scheduler(folder)
+
+
+def test_leading_steps_of_a_chain_that_ends_at_its_smallest_noise(tmp_path):
+    """As in Stable Diffusion 1.5's file."""
+    read = scheduler(tmp_path, "PNDMScheduler", **SCALED, steps_offset=1, set_alpha_to_one=False)
+    schedule = read.schedule(4, 64)
+    np.testing.assert_array_equal(schedule.t[:-1], [751, 501, 251, 1])
+    assert schedule.sigma[-1] == pytest.approx(0.00085**0.5)
+    assert (read.prediction, read.clip) == ("noise", None)
+    np.testing.assert_array_equal(read.sampler(schedule).update, dpmpp(schedule).update)
+
+
+def test_a_flow_is_shifted_by_its_resolution(tmp_path):
+    """Flux's file: at 4,096 patches the logarithm of the shift is 1.15."""
+    read = scheduler(tmp_path, "FlowMatchEulerDiscreteScheduler", use_dynamic_shifting=True)
+    schedule = read.schedule(5, 4096)
+    np.testing.assert_allclose(schedule.sigma, flow(5, shift=np.exp(1.15)).sigma)
+    assert read.prediction == "flow"
+    np.testing.assert_array_equal(read.sampler(schedule).update, euler(schedule).update)
+
+
+def test_multistep_solvers_leave_out_the_last_timestep(tmp_path):
+    """As diffusers takes them: of one timestep more, all but the last."""
+    name = "DPMSolverMultistepScheduler"
+    schedule = scheduler(tmp_path, name, beta_schedule="linear").schedule(4, 64)
+    np.testing.assert_array_equal(schedule.t, [999, 749, 500, 250, 0])
+    read = scheduler(tmp_path, name, timestep_spacing="leading", steps_offset=1, **SCALED)
+    np.testing.assert_array_equal(read.schedule(4, 64).t, [801, 601, 401, 201, 0])
+    options = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
+    schedule = scheduler(tmp_path, name, **options).schedule(4, 64)
+    np.testing.assert_array_equal(schedule.t, [999, 899, 749, 499, 0])
+    sigma = [0.99966644, 0.89963978, 0.74962481, 0.49966656, 0]  # diffusers' own
+    np.testing.assert_allclose(schedule.sigma, sigma, atol=1e-8)
+
+
+def test_unipc_goes_on_to_the_last_timestep(tmp_path):
+    """Wan's file: sigmas to 1 / 1000 without it, the first below 1, and whole timesteps."""
+    options = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction"}
+    schedule = scheduler(tmp_path, "UniPCMultistepScheduler", **options).schedule(4, 64)
+    np.testing.assert_array_equal(schedule.t, [999, 900, 750, 500, 0])
+    sigma = [0.999999, 0.90011998, 0.75037481, 0.50099900, 0]  # diffusers' own
+    np.testing.assert_allclose(schedule.sigma, sigma, atol=1e-8)
+    np.testing.assert_allclose(schedule.alpha, 1 - schedule.sigma)
+
+
+def test_zero_terminal_snr_starts_from_pure_noise(tmp_path):
+    read = scheduler(
+        tmp_path,
+        "DDIMScheduler",
+        **SCALED,
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        prediction_type="v_prediction",
+        clip_sample=True,
+    )
+    assert read.schedule(4, 64).alpha[0] == 0
+    assert (read.prediction, read.clip) == ("v", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("EulerDiscretScheduler", {}, "did you mean EulerDiscreteScheduler"),
+        ("DDIMScheduler", {"beta_schedule": "sigmoid"}, "squaredcos_cap_v2"),
+        ("DDIMScheduler", {"prediction_type": "x"}, "v_prediction"),
+        ("DDPMScheduler", {"thresholding": True}, "thresholding"),
+        ("FlowMatchEulerDiscreteScheduler", {"invert_sigmas": True}, "invert_sigmas"),
+    ],
+)
+def test_settings_that_are_not_known_are_refused(tmp_path, name, values, message):
+    with pytest.raises(ConfigError, match=message):
+        scheduler(tmp_path, name, **values)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_pipeline(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"model_index\.json"):
+        load_pipeline(tmp_path)
+    index = tmp_path / "model_index.json"
+    index.write_text('{"_class_name": "StableDifusionPipeline"}')
+    with pytest.raises(ConfigError, match="did you mean StableDiffusionPipeline"):
+        load_pipeline(tmp_path)
+    index.write_text('{"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet"]}')
+    with pytest.raises(ConfigError, match="names no tokenizer"):
+        load_pipeline(tmp_path)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_pipeline(tmp_path)
+
+
+def test_pictures_survive_files_without_loss(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3), np.uint8)
+    path = tmp_path / "a.png"
+    path.write_bytes(encode_picture(pixels, "png"))
+    array = to_array(open_picture(path, "a.png"), (12, 10), 3)
+    np.testing.assert_array_equal(np.round((array + 1) * 127.5), pixels)
+    for form in FORMATS:
+        picture = open_picture(encode_picture(pixels[..., :1], form, 90), form)
+        assert (picture.size, picture.format) == ((10, 12), FORMATS[form])
+
+
+def test_a_mask_is_white_where_to_draw():
+    mask = np.zeros((8, 8), np.uint8)
+    mask[:, 4:] = 255
+    found = read_mask(Image.fromarray(mask), (16, 16))
+    assert found.shape == (16, 16)
+    assert (found[:, 8:] == 1).all()
+    assert (found[:, :8] == 0).all()
+
+
+def test_pictures_that_cannot_be_read_say_so(tmp_path):
+    with pytest.raises(DataError, match="is not a picture"):
+        open_picture(b"hello", "image")
+    whole = encode_picture(
+        np.zeros((64, 64, 3), np.uint8) + np.arange(64, dtype=np.uint8)[:, None, None], "png"
+    )
+    with pytest.raises(DataError, match="cannot be read"):
+        open_picture(whole[:60], "image")
+    with pytest.raises(DataError, match="No such file"):
+        open_picture(tmp_path / "none.png", "--image none.png")
+
+
+@pytest.mark.parametrize("text", ["512", "0x8", "8x", "8x-8", "8X8", "100000x8", " 8x8"])
+def test_sizes_are_width_x_height(text):
+    assert parse_size("8x16") == (16, 8)
+    with pytest.raises(ConfigError, match="WIDTHxHEIGHT"):
+        parse_size(text)

@@ -1,0 +1,312 @@
+"""Folders of diffusers tuned on photos: what is cached, trained, written, drawn and refused."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flax import nnx
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+from tests.diffusion_folders import write_folder
+
+from fornax.adapters import LoRA
+from fornax.cli.main import main
+from fornax.config.errors import ConfigError, DataError
+from fornax.diffusion.config import (
+    DiffusionTuneConfig,
+    EncodeConfig,
+    PriorConfig,
+    SampleConfig,
+)
+from fornax.diffusion.data import (
+    Cache,
+    EncodedConfig,
+    ImagesConfig,
+    WithPrior,
+    open_examples,
+)
+from fornax.diffusion.objectives import Chain, Objective
+from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_adapters
+from fornax.diffusion.tuning import tune
+from fornax.optim import Constant, OptimConfig
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos of two sizes with captions."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(6):
+        pixels = RNG.integers(0, 256, (24 + 8 * (number % 2), 24, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"a {'fox' if number % 3 else 'hare'}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like Stable Diffusion 1.5's."""
+    return write_folder(tmp_path_factory.mktemp("folders") / "sd", "sd")
+
+
+def config_of(model: Path, photos: Path, **changes) -> DiffusionTuneConfig:
+    """Two steps on the photos, 16 pixels square, without grids."""
+    fields = {
+        "model": str(model),
+        "data": ImagesConfig(path=str(photos), resolution=16, multiple=16, threads=1),
+        "batch_size": 8,
+        "steps": 2,
+        "optim": OptimConfig(learning_rate=1e-2, schedule=Constant()),
+        "sample": SampleConfig(every=None),
+    }
+    return DiffusionTuneConfig(**{**fields, **changes})
+
+
+@pytest.fixture(scope="module")
+def tuned(sd: Path, photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of adapters on the U-Net, with a grid at its end."""
+    out = tmp_path_factory.mktemp("runs") / "lora"
+    config = config_of(
+        sd, photos, lora=LoRA(rank=4), sample=SampleConfig(every=2, count=1, steps=1)
+    )
+    assert tune(config, out, progress="none").step == 2
+    return out
+
+
+def drawn(pipeline, prompt: str = "a fox", **fields) -> np.ndarray:
+    """Latents of one step."""
+    request = ImageRequest(prompt=prompt, size=(16, 16), steps=1, guidance=1.0, **fields)
+    return np.asarray(pipeline.run(plan(pipeline, request)))
+
+
+@pytest.mark.slow
+def test_adapters_of_a_run_draw_the_same_merged_from_their_file_and_by_row(tuned, sd):
+    """The run, its file merged at half its scale twice, and beside others in a batch."""
+    run, file = drawn(load_pipeline(tuned)), f"{tuned / 'lora'}"
+    base = load_pipeline(sd)
+    plain = drawn(base)
+    assert np.abs(run - plain).max() > 1e-3 * np.abs(plain).max()
+    tolerance = 1e-4 * np.abs(plain).max()
+    several = with_adapters(base, named={"half": f"{file}:0.5", "rex": file})
+    by_row = {name: drawn(several, adapter=name) for name in (None, "half", "rex")}
+    np.testing.assert_allclose(by_row[None], plain, atol=tolerance)
+    np.testing.assert_allclose(by_row["rex"], run, atol=tolerance)
+    assert np.abs(by_row["half"] - run).max() > 10 * tolerance
+    merged = with_adapters(base, merged=(f"{file}:0.5", f"{file}:0.5"))
+    np.testing.assert_allclose(drawn(merged), run, atol=tolerance)
+    (grid,) = (tuned / "images").iterdir()
+    with Image.open(grid) as picture:
+        assert picture.size == (68, 68)
+    stored = load_file(tuned / "lora" / "pytorch_lora_weights.safetensors")
+    assert {name.partition(".")[0] for name in stored} == {"unet"}
+    half = "unet.down_blocks.0.attentions.0.transformer_blocks.0.ff.net.0.proj"
+    assert stored[f"{half}.lora_A.weight"].shape == (8, 16)  # both halves of the gated MLP
+    assert {m.rpartition(".")[0] for m in stored if ".attn2.to_k." in m}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_run_becomes_a_folder_that_draws_the_same(tuned, sd, tmp_path):
+    """The network with its adapters merged, all else of the folder that it was tuned from."""
+    assert main(["convert", str(tuned), "--out", str(tmp_path / "whole")]) == 0
+    found = drawn(load_pipeline(tmp_path / "whole"))
+    np.testing.assert_array_equal(found, drawn(load_pipeline(tuned)))
+    assert np.abs(found - drawn(load_pipeline(sd))).max() > 1e-3
+
+
+def test_latents_and_texts_are_computed_once(tuned, sd, photos):
+    """A second run on the same photos reads the cache, whose latents are the autoencoder's."""
+    files = {file: file.stat().st_mtime_ns for file in (tuned / "encoded").rglob("*.safetensors")}
+    assert len(files) == 6 + 3  # with the empty caption
+    cache = EncodeConfig(cache=str(tuned / "encoded"), latents="mean")
+    out = tuned.parent / "whole"
+    tune(config_of(sd, photos, encode=cache, steps=1), out, progress="none")
+    assert files == {
+        file: file.stat().st_mtime_ns for file in (tuned / "encoded").rglob("*.safetensors")
+    }
+    assert not (out / "encoded").exists()
+    found, base = load_pipeline(out), load_pipeline(sd)
+    before, after = (dict(nnx.to_flat_state(nnx.state(p.denoiser))) for p in (base, found))
+    changed = [path for path in before if (before[path][...] != after[path][...]).any()]
+    assert len(changed) > len(before) // 2
+    written = load_file(out / "unet" / "diffusion_pytorch_model.safetensors")
+    assert written.keys() == load_file(sd / "unet" / "diffusion_pytorch_model.safetensors").keys()
+    examples = open_examples(
+        ImagesConfig(path=str(photos), resolution=16, multiple=16, threads=1), "train"
+    )
+    mean = np.asarray(base.to_latents(examples.get(0)[0][None]))[0]
+    stored = [load_file(file) for file in files]
+    assert any("mean" in s and np.allclose(s["mean"], mean, atol=1e-5) for s in stored)
+    deviations = [s["deviation"] for s in stored if "deviation" in s]
+    assert all((d > 0).all() for d in deviations)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["sdxl", "sd3", "flux"])
+def test_other_families_train_and_draw(family, photos, tmp_path):
+    folder = write_folder(tmp_path / family, family)
+    sample = SampleConfig(every=1, count=1, steps=1, guidance=2.0)
+    config = config_of(folder, photos, lora=LoRA(rank=2), steps=1, sample=sample)
+    tune(config, tmp_path / "run", progress="none")
+    plain = drawn(load_pipeline(folder)) if family != "flux" else None
+    base = with_adapters(load_pipeline(folder), merged=(str(tmp_path / "run" / "lora"),))
+    run = load_pipeline(tmp_path / "run")
+    fields = {"size": (16, 16), "steps": 1, "prompt": "a fox"}
+    found, want = (np.asarray(p.run(plan(p, ImageRequest(**fields)))) for p in (base, run))
+    np.testing.assert_allclose(found, want, atol=1e-4 * np.abs(want).max())
+    assert plain is None or np.isfinite(plain).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"encode": EncodeConfig(guidance=2.0)}, "not told its guidance"),
+        ({"lora": LoRA(rank=2, dora=True)}, "lora.dora"),
+        ({"lora": LoRA(rank=2, targets=("attention9/*",))}, "matches no module"),
+    ],
+)
+def test_what_does_not_fit_a_folder_is_refused(changes, said, sd, photos, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        tune(config_of(sd, photos, **changes), tmp_path / "run", progress="none")
+
+
+def test_a_folder_that_is_only_drawn_with_is_refused(photos, tmp_path):
+    (tmp_path / "wan").mkdir()
+    (tmp_path / "wan" / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    with pytest.raises(ConfigError, match=r"not tuned; use one of StableDiffusionPipeline, "):
+        tune(config_of(tmp_path / "wan", photos), tmp_path / "run", progress="none")
+
+
+@pytest.mark.slow
+def test_images_that_do_not_fit_a_folder_are_refused(sd, photos, tmp_path):
+    grey = ImagesConfig(path=str(photos), resolution=16, multiple=16, channels=1)
+    with pytest.raises(DataError, match="draws images of 3 channels"):
+        tune(config_of(sd, photos, data=grey), tmp_path / "grey", progress="none")
+    odd = ImagesConfig(path=str(photos), resolution=15, multiple=5, max_aspect=1)
+    with pytest.raises(ConfigError, match="must be multiples of 2"):
+        tune(config_of(sd, photos, data=odd), tmp_path / "odd", progress="none")
+
+
+def write_encoded(folder: Path, channels: int = 4, width: int = 32) -> None:
+    """Eight examples in two files; the second has a mask."""
+    folder.mkdir()
+    for name in ("a", "b"):
+        arrays = {
+            "latents": RNG.normal(size=(4, 8, 8, channels)).astype(np.float32),
+            "text": RNG.normal(size=(4, 12, width)).astype(np.float32),
+        }
+        if name == "b":
+            arrays["text_mask"] = np.ones((4, 12), np.int32)
+        save_file(arrays, folder / f"{name}.safetensors")
+
+
+def test_encoded_examples_are_read_and_checked(tmp_path):
+    folder = tmp_path / "encoded"
+    write_encoded(folder)
+    data = EncodedConfig(path=str(folder), shape=(8, 8, 4), text_length=12, text_width=32)
+    found = open_examples(data, "train")
+    stored = load_file(folder / "b.safetensors")
+    np.testing.assert_array_equal(found.get(5)[0], stored["latents"][1])
+    arrays = found.arrays(5)
+    np.testing.assert_array_equal(arrays["text"], stored["text"][1])
+    assert arrays["text_mask"].dtype == np.int32
+    assert not found.arrays(5, dropped=True)["text"].any()
+    stored["latents"][2, 0, 0, 0] = np.nan
+    save_file(stored, folder / "b.safetensors")
+    with pytest.raises(DataError, match=r"b\.safetensors: latents of example 2"):
+        open_examples(data, "train")
+    late = open_examples(dataclasses.replace(data, verify=False), "train")
+    with pytest.raises(DataError, match="not finite"):
+        late.get(6)
+
+
+@pytest.mark.slow
+def test_encoded_examples_of_other_encoders_are_refused(sd, photos, tmp_path):
+    for latents, width, said in ((16, 32, "the autoencoder of"), (4, 24, "the text encoders of")):
+        other = tmp_path / f"{latents}-{width}"
+        write_encoded(other, latents, width)
+        wrong = EncodedConfig(
+            path=str(other), shape=(8, 8, latents), text_length=12, text_width=width
+        )
+        with pytest.raises(DataError, match=said):
+            tune(config_of(sd, photos, data=wrong), tmp_path / "run", progress="none")
+
+
+def test_a_prior_has_an_equal_share_and_its_own_weight(photos, tmp_path):
+    subject = ImagesConfig(path=str(photos), resolution=16, multiple=16, prompt="sks fox")
+    more = tmp_path / "class"
+    more.mkdir()
+    for number in range(13):
+        Image.new("RGB", (20, 20), (number, 0, 0)).save(more / f"{number}.png")
+    said = PriorConfig(path=str(more), prompt="a fox", weight=0.5)
+    prior = dataclasses.replace(subject, path=said.path, prompt=said.prompt)
+    both = WithPrior(open_examples(subject, "train"), open_examples(prior, "train"), said.weight)
+    captions = [both.caption(index) for index in range(len(both.bucket))]
+    assert (captions.count("sks fox"), captions.count("a fox")) == (12, 13)
+    weights = {caption: both.weight(index) for index, caption in enumerate(captions)}
+    assert weights == {"sks fox": 1.0, "a fox": 0.5}
+    image, caption = both.get(20)
+    assert caption == "a fox"
+    assert image.shape == (16, 16, 3)
+
+
+def test_a_frame_says_what_was_cut_out_of_an_image(photos):
+    data = ImagesConfig(path=str(photos), resolution=16, multiple=16, threads=1)
+    examples = open_examples(data, "train")
+    assert examples.frame(0) == (24, 24, 0, 0, 16, 16)
+    assert examples.frame(1) == (32, 24, 3, 0, 16, 16)  # scaled to 21.3 x 16
+
+
+def test_a_cache_keeps_arrays_and_says_what_is_gone(tmp_path):
+    cache = Cache(tmp_path / "cache")
+    key = cache.key("image", "a")
+    assert not cache.has(key)
+    cache.write(key, {"classes": np.asarray(3, np.int32), "mean": np.eye(2, dtype=np.float32)})
+    assert cache.read(key)["classes"] == 3
+    assert cache.read(key)["classes"].shape == ()
+    with pytest.raises(DataError, match="start it again"):
+        cache.read(cache.key("image", "b"))
+
+
+def test_an_objective_of_a_chain_has_its_levels():
+    """Stable Diffusion's, in closed form: the last level's alpha squared is 0.0047."""
+    objective = Objective(path="discrete", prediction="v", density="uniform", chain=Chain())
+    point = objective.point(np.asarray([0.0, 0.9999], np.float32))
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    bars = np.cumprod(1 - betas)[[0, 999]]
+    np.testing.assert_array_equal(point.t, [0, 999])
+    np.testing.assert_allclose(np.square(point.alpha), bars, rtol=1e-5)
+    np.testing.assert_allclose(np.square(point.sigma), 1 - bars, rtol=1e-4)
+    for said, message in (
+        ({"path": "discrete"}, "needs one"),
+        ({"path": "discrete", "chain": Chain(), "shift": 2.0}, "leave shift"),
+        ({"path": "discrete", "chain": Chain(zero_snr=True), "prediction": "noise"}, "'v'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Objective(**said)
+    with pytest.raises(ConfigError, match="0 < first"):
+        Chain(first=0.1, last=0.01)
+
+
+@pytest.mark.slow
+def test_files_of_adapters_that_are_refused(sd, tmp_path):
+    base = load_pipeline(sd)
+    module = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+
+    def said(**arrays):
+        save_file({name.replace("__", "."): a for name, a in arrays.items()}, tmp_path / "a")
+        with pytest.raises(ConfigError) as error:
+            with_adapters(base, merged=(str(tmp_path / "a"),))
+        return str(error.value)
+
+    a, b = np.zeros((2, 16), np.float32), np.zeros((16, 2), np.float32)
+    assert "save_lora_weights" in said(lora_unet_down=a)
+    assert "of that alone" in said(**{"text_encoder.q.lora_A.weight": a})
+    assert "near it is" in said(**{f"{module}x.lora_A.weight": a, f"{module}x.lora_B.weight": b})
+    assert "A and B are needed" in said(**{f"{module}.lora_A.weight": a})
+    wide = np.zeros((2, 15), np.float32)
+    shapes = said(**{f"{module}.lora_A.weight": wide, f"{module}.lora_B.weight": b})
+    assert "(16, 16)" in shapes
