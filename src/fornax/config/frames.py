@@ -142,7 +142,8 @@ def send(to: socket.socket, frame: Frame) -> None:
     checksum = crc32(frame.body, crc32(facts, crc32(head)))
     try:
         to.sendall(head + _SUM.pack(checksum) + facts)
-        to.sendall(frame.body)
+        if frame.body:
+            to.sendall(frame.body)
     except LinkError:
         raise
     except OSError as error:
