@@ -41,24 +41,28 @@ def test_a_ramp(ramp, last):
 
 
 def test_requests_wait_for_a_free_client_in_order():
-    sent, running, most = [], 0, 0
+    def waits(seconds):
+        sent, running, most = [], 0, 0
 
-    async def send(request, queued):
-        nonlocal running, most
-        sent.append((request, queued))
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.1)
-        running -= 1
+        async def send(request, queued):
+            nonlocal running, most
+            sent.append((request, queued))
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(seconds)
+            running -= 1
 
-    start = time.perf_counter()
-    arrivals = [(start, "a"), (start, "b"), (start, "c"), (start + 1.0, "d")]
-    asyncio.run(run_load(arrivals, send, 2))
-    assert [request for request, _ in sent] == list("abcd")
-    assert most == 2
-    waits = dict(sent)
-    assert waits["c"] >= 0.09
-    assert waits["d"] < waits["c"]
+        start = time.perf_counter()
+        arrivals = [(start, "a"), (start, "b"), (start, "c"), (start + 10 * seconds, "d")]
+        asyncio.run(run_load(arrivals, send, 2))
+        assert [request for request, _ in sent] == list("abcd")
+        assert most == 2
+        found = dict(sent)
+        assert found["c"] >= 0.9 * seconds
+        return found
+
+    # A busy machine may be late for d.
+    assert any(found["d"] < found["c"] for found in map(waits, (0.1, 0.5, 2.5)))
 
 
 def test_clients_go_on_until_the_time_is_over():
