@@ -618,6 +618,7 @@ def test_replicas_share_the_load_and_a_mesh_serves_alike(path, pool, loop):
     [
         ([0.03, 0.025], 2),  # what takes long is run once more than to warm it up
         ([0.03, 0.012, 0.013], 3),
+        ([0.05, 0.3, 0.02, 0.021], 4),  # the second one was held up
         ([1.5], 1),
         ([0.0] * 6, 6),
     ],

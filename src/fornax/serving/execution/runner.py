@@ -1,6 +1,7 @@
 """One function on one placement: its compiled programs, and the way of a batch through one."""
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ _DRIFT = 1.01
 """A batch that took longer than was known raises it by this much at most."""
 _ENOUGH = 0.02
 """Seconds of measuring after which a program's time is known."""
+_AGREE = 1.25
+"""The two fastest runs are this close, or something else held them up."""
 _LONG = 1.0
 """Seconds beside which what XLA does in a first run alone (20 to 50 ms were seen) is nothing."""
 
@@ -171,9 +174,10 @@ class Runner:
         best = self._timed(batch)
         if best < _LONG:  # else the run that warms it up is measure enough
             until = time.monotonic() + _ENOUGH
+            second = math.inf
             for _ in range(_RUNS):
-                best = min(best, self._timed(batch))
-                if time.monotonic() > until:
+                best, second = sorted((best, second, self._timed(batch)))[:2]
+                if time.monotonic() > until and second < _AGREE * best:
                     break
         prepared.seconds = best
 
