@@ -29,7 +29,8 @@ from fornax.preflight.experts import PlainExperts
 from fornax.preflight.latent import PlainLatent
 from fornax.preflight.layers import plain_hidden
 from fornax.preflight.linear import PlainGatedDelta, PlainMamba2
-from fornax.preflight.shrink import Shrunk, shrink
+from fornax.preflight.shrink import Shrunk
+from fornax.preflight.shrink_decoder import shrink
 from fornax.preflight.subject import PlainLoss, Rows, Subject
 from fornax.train import Hosts, Loss, Task, TrainConfig, pretrain_task
 

@@ -20,7 +20,8 @@ from fornax.preflight.harness import (
     Harness,
 )
 from fornax.preflight.report import Group
-from fornax.preflight.shrink import describe_mesh, float32, on_mesh, shrink, with_mesh
+from fornax.preflight.shrink import describe_mesh, float32, on_mesh, with_mesh
+from fornax.preflight.shrink_decoder import shrink
 from fornax.preflight.subject import Rows
 from fornax.preflight.tolerance import Comparison, allowance, compare_number
 from fornax.train import TrainConfig, TrainerConfig

@@ -214,16 +214,18 @@ def server_address(server: DataServer) -> str:
 
 
 def test_a_stranger_gets_nothing(config: DataConfig, server: DataServer):
-    """It is refused when it next writes or reads: the server may have closed by then."""
+    """The server may have closed before it writes."""
     host, _, port = server_address(server).rpartition(":")
     with socket.create_connection((host, int(port)), 60) as stranger:
-        with pytest.raises(LinkError):
+        with contextlib.suppress(LinkError):
             send(stranger, Frame(kind=Kind.JOIN, facts={"token": RUN.token}))  # in the clear
+        with pytest.raises(LinkError):
             receive(stranger)
     guess = replace(RUN, token="a guess")
     with guess.dial(socket.create_connection((host, int(port)), 60)) as stranger:
-        with pytest.raises(LinkError):
+        with contextlib.suppress(LinkError):
             send(stranger, Frame(kind=Kind.JOIN, facts={"token": guess.token}))
+        with pytest.raises(LinkError):
             receive(stranger)
     with socket.create_connection((host, int(port)), 60) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from fornax.models import decoder, mtp
-from fornax.preflight.shrink import shrink
+from fornax.preflight.shrink_decoder import shrink
 from fornax.train.tasks import pretrain
 
 from .conftest import EXPERTS, QWEN3, RunChecks, configure

@@ -7,7 +7,8 @@ import pytest
 from fornax.models import DecoderConfig
 from fornax.models.rope_config import LongRopeScaling
 from fornax.optim import Adafactor
-from fornax.preflight.shrink import DEVICES, shrink, with_mesh
+from fornax.preflight.shrink import DEVICES, with_mesh
+from fornax.preflight.shrink_decoder import shrink
 
 from .conftest import (
     EXPERTS,
