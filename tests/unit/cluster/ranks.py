@@ -29,6 +29,7 @@ def main(words: Sequence[str]) -> int:
         file.write(os.environ["FORNAX_MTBF"] + "\n")
     saved = folder / "saved"
     step = int(saved.read_text()) if saved.exists() else 0
+    last = 0  # the step at which this rank says that it was asked to stop
     while step < steps:
         step += 1
         record.change("wait_for_data", step)
@@ -36,7 +37,9 @@ def main(words: Sequence[str]) -> int:
         record.change("step", step)
         with (folder / f"{rank}.steps").open("a") as file:
             file.write(f"{step}\n")
-        (folder / f"{rank}.at").write_text(f"{epoch} {step} {int(bool(stop))}")
+        if stop:
+            last = last or step
+        (folder / f"{rank}.at").write_text(f"{epoch} {step} {last}")
         peers = [met(folder / f"{peer}.at", epoch, step) for peer in range(int(count))]
         if rank == "0":
             (folder / "saving").write_text(str(step))
@@ -50,11 +53,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def met(path: Path, epoch: str, step: int) -> bool:
-    """Wait for a peer; whether it was asked to stop."""
+    """Wait for a peer, which may be a step further; whether it was asked to stop by this one."""
     while True:
         words = path.read_text().split() if path.exists() else []
         if len(words) == 3 and words[0] == epoch and int(words[1]) >= step:
-            return words[2] == "1"
+            return 0 < int(words[2]) <= step
         time.sleep(0.002)
 
 
