@@ -25,7 +25,7 @@ def read_bandwidth(
     seconds: float = 1.0,
     summary: Callable[[list[float]], float] = statistics.median,
 ) -> float:
-    """Return the rate, in bytes a second, at which `threads` threads read `size` bytes again and
+    """Return the rate, in bytes per second, at which `threads` threads read `size` bytes again and
     again, by the better of the readers: what fits into a cache is read from there, as weights of
     that size would be. `summary` is that of the contestants, a median or `max` beside least times:
     on a shared machine single reads are up to twice as fast as the median."""

@@ -45,7 +45,7 @@ class Turn:
 
     @property
     def rate(self) -> float:
-        """Generated tokens a second, from the first prompt handed over to the last token."""
+        """Generated tokens per second, from the first prompt handed over to the last token."""
         return sum(map(len, self.seconds)) / max(row[-1] for row in self.seconds)
 
     @property
@@ -107,7 +107,7 @@ def ratio(mine: Standing, theirs: Standing) -> float:
 
 
 def agreement(mine: Standing, theirs: Standing) -> float:
-    """Share of rows, over all rounds, with the very same tokens."""
+    """Share of rows, over all rounds, with exactly the same tokens."""
     pairs = [
         a == b
         for one, other in zip(mine.turns, theirs.turns, strict=True)
@@ -122,7 +122,7 @@ class Contestant:
     def __init__(self, name: str, command: Sequence[str], cleanup: contextlib.ExitStack) -> None:
         self.name = name
         self._worker = Worker(name, command, cleanup)
-        said = self._worker.hear()
+        said = self._worker.receive()
         self.absent: str | None = said.get("absent")
         self.details: dict[str, Any] = said.get("ready", {})
 

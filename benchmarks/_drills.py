@@ -111,7 +111,7 @@ class Drilled:
         deadline = time.monotonic() + SECONDS
         while not (found := condition()):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the run ended, or does not go on; see its output")
+                raise SystemExit("the run ended, or makes no progress; see its output")
             time.sleep(0.01)
         return found
 
@@ -317,7 +317,7 @@ def gaps(run: Drilled, since: float = 0.0) -> list[float]:
 
 
 def launch_killed(run: Drilled) -> Times:
-    """All processes end with it; the same command goes on from the newest checkpoint."""
+    """All processes end with it; the same command resumes from the newest checkpoint."""
     pids, at = run.processes(), time.time()
     entered = max(
         s.entered_step for p in run.files.records().values() if (s := worker_record.read(p))

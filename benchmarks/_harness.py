@@ -140,7 +140,7 @@ def contest(
         for name, command in commands.items():
             print(f"preparing {name}", file=sys.stderr, flush=True)
             workers[name] = Worker(name, command, cleanup, env=env)
-            said = workers[name].hear()
+            said = workers[name].receive()
             results[name] = Result(absent=said.get("absent"), details=said.get("ready") or {})
         if check is not None:
             check(results)
@@ -183,12 +183,12 @@ class Worker:
           FailedError: it ended instead; its errors are shown.
         """
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: `hear` says so
+        with contextlib.suppress(BrokenPipeError):  # it ended: `receive` says so
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
-        return self.hear()
+        return self.receive()
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """The next line that it says.
 
         Raises:

@@ -33,7 +33,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def rate(cells: Sequence[Cell]) -> float:
-    """Return the median over rounds of requests a second."""
+    """Return the median over rounds of requests per second."""
     return statistics.median(cell.rate() for cell in cells)
 
 

@@ -36,7 +36,7 @@ Fault = tuple[Kind, int]
 HOSTS = 2
 FAULTS: tuple[Fault, ...] = (("kill", 1), ("kill", 0), ("stop", 1))
 NODE: Fault = ("node", 1)
-"""An elastic run loses a node, and goes on with a host less."""
+"""An elastic run loses a node, and continues with one host less."""
 _SIGNALS: Mapping[str, signal.Signals] = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -88,7 +88,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes] | None 
     while not condition():
         ended = process is not None and process.poll() is not None
         if ended or time.monotonic() > deadline:
-            raise SystemExit("the run ended, or does not go on")
+            raise SystemExit("the run ended, or makes no progress")
         time.sleep(0.02 if process is not None else 0.002)
 
 
@@ -261,7 +261,7 @@ def end_node(pid: int) -> None:
 
 
 def parent(pid: int) -> int:
-    """The process that started another one; 0 where it is no more."""
+    """The process that started another one; 0 where it has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:

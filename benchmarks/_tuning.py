@@ -62,7 +62,7 @@ class Gate:
         self._error: BaseException | None = None
 
     def step(self) -> None:
-        """Called by the training loop before each step; returns when it may go on."""
+        """Called by the training loop before each step; returns when it may continue."""
         if self._left == 0:
             if self._started:
                 self._settle()  # nothing of a step may run in another's turn

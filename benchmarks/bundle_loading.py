@@ -1,4 +1,4 @@
-"""Load a bundle's weights: bytes a second beside the disk's limit and beside safetensors.
+"""Load a bundle's weights: bytes per second beside the disk's limit and beside safetensors.
 
     python benchmarks/bundle_loading.py
     python benchmarks/bundle_loading.py --mebibytes 128 --rounds 2 --no-write

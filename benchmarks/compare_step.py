@@ -124,7 +124,7 @@ def main() -> int:
         return 0
     commit = git("rev-parse", "--verify", "--quiet", f"{base}^{{commit}}")
     if commit is None:
-        print(f"error: {base} is no commit here; name one with BASE=, or fetch it", file=sys.stderr)
+        print(f"error: {base} is not a commit; name one with BASE=, or fetch it", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "base"

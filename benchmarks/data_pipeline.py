@@ -1,4 +1,4 @@
-"""Packed tokens a second: Fornax, plain Grain, torch DataLoader and Hugging Face datasets.
+"""Packed tokens per second: Fornax, plain Grain, torch DataLoader and Hugging Face datasets.
 
 All read the same documents of uint16 tokens, shuffled and without end, and give batches of packed
 rows. Fornax, Grain and torch read the same ArrayRecord shards; Hugging Face, which cannot, gets the
@@ -47,7 +47,7 @@ Tokens = Generator[np.ndarray, None, None]
 """Endless `tokens` arrays; closing it stops its threads and workers."""
 
 Rates = dict[str, list[tuple[float, float]]]
-"""By peer, tokens a second and tokens a CPU second of each round."""
+"""By peer, tokens per second and tokens a CPU second of each round."""
 
 BATCH, SEQ_LEN, SHARDS, BINS = 8, 1024, 4, 64
 
@@ -231,7 +231,7 @@ def peers_of(root: Path, documents: list[np.ndarray]) -> tuple[list[Peer], list[
 
 
 def run_for(iterator: Iterator[np.ndarray], seconds: float) -> tuple[float, float]:
-    """Tokens a second and a CPU second, padding left out."""
+    """Tokens per second and a CPU second, padding left out."""
     seen = 0
     began, began_cpu = time.perf_counter(), time.process_time()
     while (passed := time.perf_counter() - began) < seconds:
@@ -278,7 +278,7 @@ def report(peers: list[Peer], rates: Rates, missing: list[str], arguments: Any) 
     medians = {name: statistics.median(v for v, _ in values) for name, values in rates.items()}
     ours = medians["Fornax concat"]
     lines = [
-        "# Packed tokens a second",
+        "# Packed tokens per second",
         "",
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, Grain "
         f"{grain.__version__}; batch {BATCH} x {SEQ_LEN}, {arguments.documents:,} documents of "

@@ -3,7 +3,7 @@
 Text is split by a regular expression and its words are hashed in Python, a stand-in for a tokenizer
 without native code. The same batches are read by the process itself, by data workers
 (`--data-workers`) and by Grain's processes (`prefetch.workers`); every reading is checked to be the
-same to the bit. Stored tokens show what asking another process would cost.
+same bit for bit. Stored tokens show what asking another process would cost.
 
 What buffers hold is made while processes start and costs nothing later: twice as many batches are
 read before the clock runs, and several times as many while it does.

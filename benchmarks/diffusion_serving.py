@@ -47,7 +47,7 @@ def pipeline(width: int, layers: int, side: int) -> Pipeline:
 
 
 def serve(engine: Engine, requests: list[ImageRequest], waits: list[float]) -> dict[str, float]:
-    """Draw all requests, each after a wait; images a second, latencies, processor seconds."""
+    """Draw all requests, each after a wait; images per second, latencies, processor seconds."""
     told: queue.Queue[tuple[int, float, object]] = queue.Queue()
     sent: dict[int, float] = {}
     began, processor = time.monotonic(), time.process_time()
@@ -134,7 +134,7 @@ def main() -> None:
             f"# Step batching: a DiT of {count / 1e6:.1f}M parameters, guided",
             f"{_harness.machine()}; {_harness.versions('jax', 'flax')}. {len(requests)} requests "
             f"of 4 to 12 steps on {given.side}x{given.side} latents; the median of {given.turns} "
-            "turns, which engines take in rotation. Ratios are to one row a step.",
+            "turns, which engines take in rotation. Ratios are to one row per step.",
             _harness.table(header, rows_of_table),
         ]
     )

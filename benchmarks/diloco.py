@@ -5,7 +5,7 @@
 
 Every contestant trains the same model on the same records in the same order, as many tokens in as
 many steps. Slices are stepped in turn in one process, with the functions that `fornax launch
---slices` runs; tests show that its losses are these to the bit. What is compared is the model that
+--slices` runs; tests show that its losses are these bit for bit. What is compared is the model that
 all slices share. Bytes are those that a slice sends in a step on average: for data parallelism the
 gradient in float32, once.
 """

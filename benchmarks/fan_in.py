@@ -39,7 +39,7 @@ HEAD = (
 
 
 def work(words: Sequence[str]) -> int:
-    """A worker: steps that take their time, until the file that it is told of is there."""
+    """A worker: steps that take their time, until the file that the arguments name exists."""
     end, seconds = Path(words[0]), float(words[1])
     record = worker_record.current()
     assert record is not None
@@ -126,7 +126,7 @@ def children(pid: int) -> list[int]:
 
 
 def measure(hosts: int, step: float, seconds: float) -> list[str]:
-    """A row: messages and bytes a second and processor time, for each host."""
+    """A row: messages and bytes per second and processor time, for each host."""
     with tempfile.TemporaryDirectory() as name:
         folder, tally = Path(name), Tally()
         files = ClusterFiles(folder / "run")

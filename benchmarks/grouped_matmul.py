@@ -6,11 +6,11 @@
 Products: forward and both gradients with 64 groups of equal and of skewed sizes (shares 1, 1/2,
 1/3, ...). "of dense" is the rate beside that of a dense product (`kernels.linear`) of as many rows,
 the median of turns that all contestants take one after the other. The gradient of the matrices
-writes 64 of them, for which memory is mapped anew, where the dense product writes one: "of both" is
+writes 64 of them, for which new memory is mapped, where the dense product writes one: "of both" is
 the least time of the dense product and of filling as much new memory, beside the contestant's.
-Decoding: a few rows each choose groups at random; "of read" is the touched matrices' bytes a second
-beside the best plain read of memory. PyTorch multiplies group by group, and is left out where it is
-not installed.
+Decoding: a few rows each choose groups at random; "of read" is the touched matrices' bytes per
+second beside the best plain read of memory. PyTorch multiplies group by group, and is left out
+where it is not installed.
 """
 
 import argparse

@@ -5,7 +5,7 @@ take turns with windows in which a neighbour, a process of its own, sends one ki
 fast as it is answered, so that what else the machine does falls on both. Compared are the gaps
 between the bystander's tokens: the 99th of 100 may at most double. Neighbours with honest requests
 stand first: they say what sharing the processor costs. How the requests were answered, and what
-memory the server gained, stands beside.
+memory the server gained, is printed beside it.
 """
 
 import argparse

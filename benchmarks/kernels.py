@@ -10,7 +10,7 @@ difference to the operation's reference over the norm of that, the largest of re
 
 The rounds are kept in the cache folder. A later run fails, with exit status 1, where its best round
 is more than a tenth above the worst one kept, or an error more than doubled: `make kernel-bench`
-runs it at night. What is faster or as fast replaces what was kept; `--forget` begins anew.
+runs it at night. What is faster or as fast replaces what was kept; `--forget` discards it all.
 """
 
 import argparse

@@ -13,7 +13,7 @@ At batch 1 decoding is bound by reading the weights once a token: the last table
 of that limit each contestant reaches while it decodes all rows, after the last prompt was read and
 before the first row ended. A mixture of experts reads the experts that its tokens chose,
 which are counted in a run of their own before the contest, and is bound by that at larger batches
-too, until the products themselves take longer: their limit stands beside it.
+too, until the products themselves take longer: their limit is printed beside it.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Contest:
     touched: dict[Cell, float] = dataclasses.field(default_factory=dict)
     """Share of a layer's experts that a step with all rows of the cell reads; 1 without experts."""
     bandwidths: dict[Cell, float] = dataclasses.field(default_factory=dict)
-    """Bytes a second read from a buffer of the weights' size, before and after the cell's turns."""
+    """Bytes/s read from a buffer of the weights' size, before and after the cell's turns."""
 
 
 def main() -> None:
@@ -213,7 +213,7 @@ def report(
         "",
         f"{_harness.machine()}; {args.threads} threads; {shape}. "
         f"{args.new} greedy tokens a prompt; medians of at most {args.rounds} rounds, "
-        "contestants in turn. A ratio above 1 says that Fornax made more tokens a second.",
+        "contestants in turn. A ratio above 1 says that Fornax made more tokens per second.",
         "",
         "## Fornax beside the fastest peer of each precision",
         "",
@@ -305,7 +305,7 @@ def limits(
     from_memory: float,
     products: dict[str, float],
 ) -> list[str]:
-    """For each contestant where reading is the limit: tokens a second beside what it allows."""
+    """For each contestant where reading is the limit: tokens per second beside what it allows."""
     experts = isinstance(shape, _random_llama.MoeShape)
     rows = []
     for held in contests:
@@ -342,7 +342,7 @@ def limits(
         for held in contests[:1]
         for cell in held.cells
     )
-    note = f"Of a layer's experts a step reads, as counted: {shares}." if experts else ""
+    note = f"Of a layer's experts, a step reads, as counted: {shares}." if experts else ""
     return [
         "GB/s is what plain reading of as many bytes as all weights reached (int8 scales not "
         "counted; a cache holds part of what is small), the mean of medians before and after a "

@@ -6,7 +6,7 @@ together, at most as many as the engine runs at once; a finished one is answered
 nothing more, which is kinder than a batch that is padded to its longest.
 
 The trace (traces/bursty.jsonl, made with `--record`) holds arrivals, prompt and output lengths; its
-clock is stretched so that it offers a chosen share of the tokens a second that the engine makes of
+clock is stretched so that it offers a chosen share of the tokens/s that the engine makes of
 it when all requests are there from the start.
 """
 
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return sum(len(one.tokens) for one in self.served) / self.seconds
 
 
@@ -205,7 +205,7 @@ def report(
             for a, b in pairs
         )
         ratios.append(
-            f"- At {load:.0%} load continuous batching makes {rate:.2f} times the tokens a second; "
+            f"- At {load:.0%} load continuous batching makes {rate:.2f} times the tokens/s; "
             f"static batching's p99 is {first:.1f} times as long to the first token and "
             f"{whole:.1f} times to the last."
         )

@@ -10,8 +10,8 @@ compared before anything is timed. `fornax-dense` is Fornax's step of a decoder 
 wide as all experts of a token together: as many multiplications, the router's aside.
 
 `jax-blocks` is plain JAX: tokens sorted by expert, each expert's filled up to whole blocks of rows,
-one batched product over the blocks, each with its expert's matrix. `lax.ragged_dot` is no
-contestant: XLA's CPU backend multiplies all rows with every matrix. `torch-fp32` is transformers
+one batched product over the blocks, each with its expert's matrix. `lax.ragged_dot` is not
+measured: XLA's CPU backend multiplies all rows with every matrix. `torch-fp32` is transformers
 with PyTorch's grouped product, its default; `torch-fp32-loop` its loop over the experts.
 
 Install the extra `parity` for the PyTorch contestants.

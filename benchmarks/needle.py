@@ -1,6 +1,6 @@
 """Whether a model uses its whole context: `python benchmarks/needle.py`.
 
-A document is noise in which facts are told, again and again: a name, then the number that it has in
+A document is noise in which facts are repeated: a name, then the number that it has in
 this document alone (associative recall, Arora et al. 2023, arXiv:2312.04927). Small decoders are
 trained on such documents by `fornax.train`, in stages of growing length, each from the weights of
 the last. Then each is asked. A prompt is noise that holds a needle, one fact told once, at some
@@ -9,7 +9,7 @@ depth among other facts, and it ends with the needle's name: the model must say 
 Two controls must fail: the same prompts without the needle, and a model whose layers see no further
 than their windows. Fornax's engine answers some of the prompts too.
 
-Runs are kept, so that the same command goes on where it was stopped, or only asks again.
+Runs are kept, so that the same command resumes where it was stopped, or only evaluates again.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def prompts(
 
     Args:
       length: tokens of a prompt.
-      depth: where the needle lies: 0 is the beginning, 1 right before the question.
+      depth: the needle's position: 0 is the beginning, 1 right before the question.
       count: how many prompts.
       needle: False puts noise in the needle's place.
 

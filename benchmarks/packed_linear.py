@@ -102,7 +102,7 @@ def measure(inputs: int, outputs: int, rows: list[int]) -> list[tuple[object, ..
 def _take_turns(
     contestants: list[Contestant], x: jax.Array, read: Callable[[], float]
 ) -> tuple[dict[str, float], float]:
-    """Return each contestant's best time, and the best bytes a second of a plain read."""
+    """Return each contestant's best time, and the best bytes per second of a plain read."""
     for c in contestants:
         c.run(x)  # compiles
     best = {c.name: float("inf") for c in contestants}
@@ -119,7 +119,7 @@ def _take_turns(
 
 
 def _plain_read(array: np.ndarray) -> Callable[[], float]:
-    """Return a function that reads an array on all cores and says at how many bytes a second.
+    """Return a function that reads an array on all cores and says at how many bytes per second.
 
     Every call reads all of it and reports its fastest eighth: that takes about as long as a
     contestant's call, so that on a busy machine both have the same chance of a quiet moment.

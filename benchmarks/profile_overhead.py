@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 class _Nothing(contextlib.nullcontext):
-    """Stands in an annotation's place, and counts."""
+    """Replaces an annotation, and counts."""
 
     made = 0
 

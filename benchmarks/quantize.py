@@ -134,9 +134,9 @@ def quality(args: argparse.Namespace, folder: Path) -> list[str]:
     return [
         f"## What a scheme costs ({args.model.name})",
         "",
-        f"{bits:.3f} bits per byte, {total(own, 'nats'):.3f} nats a token in floats, on "
+        f"{bits:.3f} bits per byte, {total(own, 'nats'):.3f} nats per token in floats, on "
         f"{len(documents)} held-out documents of the standard library, {tokens:,} tokens. "
-        "KL and the rise of the loss in nats a token with 95 % intervals over documents.",
+        "KL and the rise of the loss in nats per token with 95 % intervals over documents.",
         "",
         _harness.table(("scheme", "KL", "interval of KL", "rise of the loss"), rows),
         "",
@@ -278,7 +278,7 @@ def cost(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def speed(args: argparse.Namespace, model: Path, folder: Path) -> list[str]:
-    """Generated tokens a second beside the peers that are installed."""
+    """Generated tokens per second beside the peers that are installed."""
     script = HERE / "peers" / "peer_{}.py"
     commands: dict[str, list[str]] = {}
 

@@ -97,7 +97,7 @@ def until(condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit("the run does not go on")
+            raise SystemExit("the run makes no progress")
         time.sleep(0.002)
 
 

@@ -162,7 +162,7 @@ def all_ready(run_dir: Path, replicas: int) -> bool:
 
 HEAD = (
     "| load | {0} req/s | {1} req/s | ratio | {0} p50 / p99 ms | {1} p50 / p99 ms | p50 ratio "
-    "| p99 ratio | CPU ms a request of {2} |"
+    "| p99 ratio | CPU ms per request of {2} |"
 )
 RULE = "|---|---|---|---|---|---|---|---|---|"
 

@@ -54,7 +54,7 @@ def engine(dtype: Any) -> EngineConfig:
 
 
 def experts_of(completions: Sequence[Completion]) -> np.ndarray:
-    """[completions, tokens, layers, experts a token], of completions of one length."""
+    """[completions, tokens, layers, experts per token], of completions of one length."""
     return np.stack([np.asarray(one.routed_experts) for one in completions])
 
 

@@ -35,7 +35,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Taken:
-    """One turn: seconds a token while all rows decode, and processor seconds spent."""
+    """One turn: seconds per token while all rows decode, and processor seconds spent."""
 
     token_s: float
     server_cpu_s: float = 0.0
@@ -163,7 +163,7 @@ def over_http(server: Serving, model: Path, args: argparse.Namespace, number: in
 
 
 def steady(rows: list[list[float]]) -> float:
-    """Seconds a token while every row decodes."""
+    """Seconds per token while every row decodes."""
     start, end = max(row[0] for row in rows), min(row[-1] for row in rows)
     count = sum(start < when <= end for row in rows for when in row)
     if count < len(rows):

@@ -132,7 +132,7 @@ def report(seconds_S2: np.ndarray) -> None:
             f"{len(seconds_S2)} steps of each, in turn, processor time of the process; a copy "
             "of the state every 50 steps.",
             "",
-            "| | processor ms a step |",
+            "| | processor ms per step |",
             "|---|---:|",
             f"| without | {without:.2f} |",
             f"| with the guard | {with_guard:.2f} |",

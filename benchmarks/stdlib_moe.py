@@ -5,7 +5,7 @@
 
 `recipes/stdlib-moe.yaml` and `recipes/stdlib.yaml` are trained by `fornax train`, with as many
 tokens of the same records in the same order, once for each seed. A run that is done is not made
-again, so that the command goes on where it was stopped.
+again, so that the command resumes where it was stopped.
 """
 
 import argparse

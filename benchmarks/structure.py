@@ -1,6 +1,8 @@
-"""How large the rooms are, what a piece of work passes: `python benchmarks/structure.py`.
+"""The size of each package, and the files that a request or a step enters.
 
-The first table counts each room: lines and files of Python, the median and the longest file,
+    python benchmarks/structure.py
+
+The first table counts each package: lines and files of Python, the median and the longest file,
 `Any`, and groups of files that import each other. The second runs four commands on the models of
 a tiny quickstart, each in a process of its own under a profile hook, and counts the distinct files
 of Fornax whose functions ran during a chat request, a V2 request, a few training steps, and a few
@@ -337,7 +339,7 @@ def main() -> None:
         folder = Path(scratch)
         run = args.run or _quickstart(source, folder / "quickstart")
         work = passed(source, run.resolve(), folder)
-    head = ["room", "lines", "files", "median", "longest", "`Any`", "cycles"]
+    head = ["package", "lines", "files", "median", "longest", "`Any`", "cycles"]
     table = _harness.table(head, [[str(v) for v in vars(room).values()] for room in rooms(source)])
     print(table, "\n")
     print(_harness.table(["work", "files"], [[k, str(len(v))] for k, v in work.items()]))

@@ -48,7 +48,7 @@ def make_dataset(folder: Path) -> Path:
 
 
 def loop_seconds(config: TrainConfig, run_dir: Path) -> float:
-    """Seconds a step of a whole run: steps and waiting for data, by its own ledger."""
+    """Seconds per step of a whole run: steps and waiting for data, by its own ledger."""
     result = train(config, run_dir, progress="none")
     assert result.step == config.steps
     spent = summarise(run_dir / "goodput.jsonl").seconds
@@ -56,7 +56,7 @@ def loop_seconds(config: TrainConfig, run_dir: Path) -> float:
 
 
 def direct_seconds(config: TrainConfig) -> float:
-    """Seconds a step of the same compiled program, on one batch that lies on the device."""
+    """Seconds per step of the same compiled program, on one batch that lies on the device."""
     task = pretrain_task(config)
     programs = prepare(config, task, Ledger())
     batches = task.batches("train", Hosts())

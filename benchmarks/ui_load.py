@@ -5,7 +5,7 @@
 
 Makes --runs run directories of --points steps, as metrics.jsonl and as event files of the same
 scalars; a few are written, the others are hard links to them, so that neither server waits for a
-disk. Each round starts both servers afresh, in turns.
+disk. Each round restarts both servers, in turns.
 """
 
 import argparse
@@ -386,7 +386,7 @@ def report(ours: list[Timings], theirs: list[Timings], arguments: argparse.Names
 {_harness.machine()}; {_harness.versions("fastapi", "uvicorn", "orjson")}{peer}.
 
 {arguments.runs} runs of {arguments.points:,} steps with {len(NAMES) + 1} metrics each
-(`benchmarks/ui_load.py`), medians of {arguments.rounds} rounds in which each server starts afresh,
+(`benchmarks/ui_load.py`), medians of {arguments.rounds} rounds in which each server is restarted,
 in turns; files in the page cache. The first curves of `fornax ui` are samples spread over the
 files; it says so, and draws again when a run was read whole. TensorBoard keeps 1000 sampled points
 a curve and looks for new ones every second. "Quiet" is without any new line.

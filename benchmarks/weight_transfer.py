@@ -1,4 +1,4 @@
-"""Weights from a trainer to a sampler in another process: bytes a second, beside peers.
+"""Weights from a trainer to a sampler in another process: bytes per second, beside peers.
 
 Each contestant has float32 arrays on the host (jax's transfer: on CPU devices) and ends a round
 when the other process has all of them and answers; checksums included where there are any. Rounds

@@ -206,7 +206,7 @@ def decoding(bandwidth: float) -> list[Row]:
     for batch, prompt in DECODES:
         seconds = _step_seconds(llm, batch, prompt)
         share = (read + batch * (prompt + NEW / 2) * of_token) / seconds / bandwidth
-        rate = f"{seconds * 1e3:.4g} ms a step, {batch / seconds:,.0f} tokens/s"
+        rate = f"{seconds * 1e3:.4g} ms per step, {batch / seconds:,.0f} tokens/s"
         found.append((f"decode, {batch} x {prompt}", rate, f"{share:.1%} of the bandwidth"))
     if ON_GPU and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         del llm, model
@@ -266,7 +266,7 @@ def transformers_decoding(read: int, of_token: int, bandwidth: float) -> list[Ro
         taken(2)
         seconds = max((taken(1 + NEW) - taken(1)) / NEW, 1e-9)
         share = (read + batch * (prompt + NEW / 2) * of_token) / seconds / bandwidth
-        rate = f"{seconds * 1e3:.4g} ms a step, {batch / seconds:,.0f} tokens/s"
+        rate = f"{seconds * 1e3:.4g} ms per step, {batch / seconds:,.0f} tokens/s"
         name = f"decode, {batch} x {prompt}, transformers"
         found.append((name, rate, f"{share:.1%} of the bandwidth"))
     return found

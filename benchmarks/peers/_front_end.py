@@ -18,7 +18,7 @@ import uvicorn
 import _model_server_models as models
 
 Run = Callable[[dict[str, np.ndarray]], np.ndarray]
-"""Inputs of several requests, joined as the runtime wants them, to rows of the output."""
+"""Inputs of several requests, joined as the runtime requires, to rows of the output."""
 Join = Callable[[models.Model, list[dict[str, np.ndarray]]], dict[str, np.ndarray]]
 DTYPES = {"FP32": np.dtype(np.float32), "INT32": np.dtype(np.int32)}
 INLINE_S = 300e-6

@@ -3,13 +3,13 @@
 A contestant is a script run in its own environment, so this file needs nothing but Python:
 
     started as    peer_NAME.py --model DIRECTORY --precision float32 --threads 2
-    it says       {"ready": {...what it is...}}  or  {"absent": "why it takes no part"}
-    it is told    {"do": "prepare", "batch": 8, "prompt": 128, "new": 64}
-    it says       {"prepared": seconds}          memory is allocated, programs are compiled
-    it is told    {"do": "turn", "prompts": [[token, ...], ...], "new": 64}
-    it says       {"seconds": [[...], ...], "tokens": [[...], ...]}
-    it is told    {"do": "release"}
-    it says       {"released": true}             the cache's memory is given back until "prepare"
+    it answers    {"ready": {...what it is...}}  or  {"absent": "why it takes no part"}
+    it receives   {"do": "prepare", "batch": 8, "prompt": 128, "new": 64}
+    it answers    {"prepared": seconds}          memory is allocated, programs are compiled
+    it receives   {"do": "turn", "prompts": [[token, ...], ...], "new": 64}
+    it answers    {"seconds": [[...], ...], "tokens": [[...], ...]}
+    it receives   {"do": "release"}
+    it answers    {"released": true}             the cache's memory is given back until "prepare"
 
 `seconds` are counted from the moment the prompts are handed over to the moment each generated token
 is known to the caller's Python, one list a row. Decoding is greedy and never stops early.

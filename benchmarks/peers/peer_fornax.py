@@ -11,7 +11,7 @@ CONTEXT, ROWS = 1152, 32
 
 
 class Fornax:
-    """An engine, made anew when a turn needs a larger one."""
+    """An engine, replaced when a turn needs a larger one."""
 
     def __init__(self, model: Path, precision: str, threads: int) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"

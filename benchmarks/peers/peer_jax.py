@@ -1,6 +1,6 @@
 """Contestant: a Llama as one would write it in plain JAX: contiguous cache, jitted steps, argmax.
 
-Two compiled programs: the whole prompt at once, and one token a row. The cache is donated, layers
+Two compiled programs: the whole prompt at once, and one token per row. The cache is donated, layers
 are scanned, and each step is dispatched before the tokens of the one before it are fetched.
 
 Shapes: B rows, T tokens, S cache slots, D width, K key-value heads, H head width.
@@ -100,7 +100,7 @@ def stacked(loaded, config):
 
 
 def forward(config, weights, cache, tokens_BT, start):
-    """Return (next tokens [B], cache) after tokens that stand at positions start, start + 1, …"""
+    """Return (next tokens [B], cache) after tokens at positions start, start + 1, …"""
     import jax
     import jax.numpy as jnp
 

@@ -12,7 +12,7 @@ CHUNK = 512
 
 
 class LlamaCpp:
-    """A GGUF model; the context is made anew for each shape."""
+    """A GGUF model; each shape gets a new context."""
 
     def __init__(self, model: Path, precision: str, threads: int) -> None:
         import llama_cpp
@@ -203,7 +203,7 @@ def tensors(model: Path, config: dict):
         "lm_head.weight": "output.weight",
     }
     with safe_open(model / "model.safetensors", "np") as file:
-        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+        for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
             array = file.get_tensor(name)
             if name in names:
                 yield names[name], array

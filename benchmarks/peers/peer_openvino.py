@@ -14,7 +14,7 @@ HINTS = {
 
 
 class OpenVino:
-    """A converted model; the pipeline, whose cache has a size, is made anew for each shape."""
+    """A converted model; each shape gets a new pipeline, whose cache has a fixed size."""
 
     def __init__(self, model: Path, precision: str, threads: int) -> None:
         import numpy as np

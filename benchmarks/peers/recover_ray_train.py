@@ -1,9 +1,9 @@
 """Contestant: Ray Train's JaxTrainer on CPU, as a careful user would write it, to be disturbed.
 
 The trainer forms no group of jax off TPU and GPU, so the loop does: rank 0 gives a port, all call
-`jax.distributed.initialize`. Rank 0 saves params and optimizer every so many steps, the loop
+`jax.distributed.initialize`. Rank 0 saves params and optimizer every N steps, the loop
 restores them. Timeouts are tuned: with Ray's own a worker that is stopped is missed for ten
-minutes. Each rank appends a line a step, with its process, to `rank-R.steps`; the parent disturbs
+minutes. Each rank appends a line per step, with its process, to `rank-R.steps`; the parent disturbs
 and reads.
 
 Shapes: B rows, T tokens, D width, N query heads, K key-value heads, H head width, V vocabulary.

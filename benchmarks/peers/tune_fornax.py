@@ -62,7 +62,7 @@ def _reward_file() -> Path:
 
 
 class _Stop:
-    """A progression that lets the run go on when it may."""
+    """A progression that lets the run continue when the gate allows it."""
 
     def __init__(self, gate: _tuning.Gate) -> None:
         self._gate = gate
