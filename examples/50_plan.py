@@ -12,7 +12,7 @@ from fornax.train import TrainConfig
 recipe = Path(__file__).parents[1] / "recipes" / "qwen3-8b.yaml"
 config = load(TrainConfig, file=recipe)
 
-print(f"{recipe.stem}: {config.batch_size} rows of {config.seq_len} tokens a step\n")
+print(f"{recipe.stem}: {config.batch_size} rows of {config.seq_len} tokens per step\n")
 print(f"{'chips':12}{'memory':>10}{'usable':>10}{'fits':>6}{'step':>10}{'MFU':>7}{'days':>7}")
 for name in ("v5e:8x8", "v5p:2x4x4", "v6e:8x8", "tpu7x:2x4x4", "h100:8x8"):
     plan = plan_train(config, parse_topology(name), predicted=True)
@@ -28,5 +28,5 @@ for name in ("v5e:8x8", "v5p:2x4x4", "v6e:8x8", "tpu7x:2x4x4", "h100:8x8"):
 print("\nwhat would make it fit 64 chips of v5e, cheapest first:")
 for change in advise(config, parse_topology("v5e:8x8")):
     memory, step = format_bytes(change.total_bytes), format_seconds(change.step_seconds)
-    print(f"  {change.change}: {memory}, {step} a step")
+    print(f"  {change.change}: {memory}, {step} per step")
     print(f"    {change.flags}")

@@ -247,7 +247,7 @@ def _short_line(source: str) -> str:
 def _memory(profile: "Profile", memory: "Memory") -> Iterator[RenderableType]:
     peak = memory.peak
     name = profile.programs[memory.program].name
-    yield heading(f"Memory of {name} at its peak, {format_bytes(peak.bytes)} a device")
+    yield heading(f"Memory of {name} at its peak, {format_bytes(peak.bytes)} per device")
     made = columns(("", "bytes", "share", ""), "lrrl")
     for owner, size in memory.owners.items():
         if size:

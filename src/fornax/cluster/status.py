@@ -249,7 +249,7 @@ def _where_time_went(goodput: Goodput) -> Iterator[str]:
     if goodput.cost is not None and goodput.price is not None:
         yield (
             f"cost: {goodput.cost:,.4g} {goodput.price.currency} at "
-            f"{goodput.price.chip_hour:g} {goodput.price.currency} a chip-hour"
+            f"{goodput.price.chip_hour:g} {goodput.price.currency} per chip-hour"
         )
     for category, spent in sorted(goodput.seconds.items(), key=lambda item: -item[1]):
         if spent / wall >= 5e-4:

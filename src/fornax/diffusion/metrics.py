@@ -224,6 +224,6 @@ def _rows(values: ArrayLike, name: str) -> Float:
 def _same_width(one: Float, two: Float) -> None:
     if one.shape != two.shape:
         raise DataError(
-            f"one set has {len(one)} features an image and the other {len(two)}; take both from "
+            f"one set has {len(one)} features per image and the other {len(two)}; take both from "
             "one encoder"
         )

@@ -158,7 +158,7 @@ def keep_compiled(
 
 _KEPT = "compiled.json"
 _HEAD = (
-    *("recipe", "chips", "tokens a step", "remat", "memory of a chip", "step", "MFU"),
+    *("recipe", "chips", "tokens per step", "remat", "memory of a chip", "step", "MFU"),
     *("tokens/s/chip", "tokens/day", "bound by", "compiled: memory", "compiled: step", "MFU"),
 )
 

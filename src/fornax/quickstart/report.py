@@ -98,9 +98,9 @@ def _score(result: Mapping[str, Any]) -> Section:
         f"fewer is better. {verdict} The model's count is the cross entropy of every token, end of "
         "file included, each file read on its own; a compressor's is the size of its output.",
         body=bars(
-            "Bits a byte",
+            "Bits per byte",
             [(names[key], bits[key]) for key in names],
-            unit="bits a byte",
+            unit="bits per byte",
             highlight=names["fornax"],
             fmt="{:.3f}",
         ),

@@ -168,7 +168,7 @@ def test_agrees_on_a_mesh(sizes: dict[str, int]) -> None:
     ("changes", "reason"),
     [
         ({"positions_q_BT": 1, "positions_k_BS": 1}, "positions are consecutive"),
-        ({"length": 200}, "multiple of 128 tokens a device, not 200"),
+        ({"length": 200}, "multiple of 128 tokens per device, not 200"),
         ({"dtype": jnp.float16}, "float16"),
     ],
 )

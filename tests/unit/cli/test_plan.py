@@ -42,7 +42,7 @@ def test_files_and_prices(capsys, tmp_path):
     words = ["--json", str(files["json"]), "--html", str(files["html"]), "--write"]
     assert main([*PREDICTED, "--price", str(prices), *words, str(files["yaml"])]) == 0
     out = capsys.readouterr().out
-    assert "288 EUR a day" in out
+    assert "288 EUR per day" in out
     assert all(str(path) in out for path in files.values())
     found = json.loads(files["json"].read_text())
     assert found["money"]["per_day"] == 288.0

@@ -255,7 +255,7 @@ def test_every_microbatch_meets_every_layer_in_order(
 
 @functools.cache
 def _flops(layers: int, remat: str, sizes: tuple[tuple[str, int], ...], repeats: int) -> float:
-    """FLOPs a device of the compiled gradients, loops counted as often as they run."""
+    """FLOPs per device of the compiled gradients, loops counted as often as they run."""
     config = DecoderConfig(
         vocab_size=64,
         hidden_size=32,

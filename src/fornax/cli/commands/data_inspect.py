@@ -64,7 +64,7 @@ def _lines(found: "Inspection", seq_len: int) -> list[str]:
     return [
         f"split      {found.split}",
         f"records    {found.records:,} ({found.documents:,} documents after the transforms)",
-        f"tokens     {found.tokens:,} ({per_document} a document)",
+        f"tokens     {found.tokens:,} ({per_document} per document)",
         f"rows       {found.rows:,} of {seq_len:,} tokens, {found.fill_rate:.1%} full",
         f"packing    {found.cut_documents:,} documents cut over rows, "
         f"{found.dropped_tokens:,} tokens left out",

@@ -66,7 +66,7 @@ def ink(
     """
     from PIL import Image
 
-    # Box filters of 4 x 4 samples a pixel, each interpolated in the fine field.
+    # Box filters of 4 x 4 samples per pixel, each interpolated in the fine field.
     fine = 4 * size
     ratio = FINE / fine / scale
     offset = FINE / 2 - ratio * fine / 2

@@ -44,7 +44,7 @@ def declines(call: AttentionCall) -> str | None:
         return "it masks by index, and the call does not say that positions are consecutive"
     length, rest = divmod(call.queries, call.length_shards)
     if rest or length == 0 or length % LANES:
-        return f"it needs a multiple of {LANES} tokens a device, not {call.queries}" + (
+        return f"it needs a multiple of {LANES} tokens per device, not {call.queries}" + (
             f" over {call.length_shards}" if call.length_shards > 1 else ""
         )
     return None

@@ -54,7 +54,7 @@ class Node:
 
     @property
     def flops(self) -> float:
-        """FLOPs a token of a product; attention is counted elsewhere."""
+        """FLOPs per token of a product; attention is counted elsewhere."""
         count = 2.0 * self.rows * self.contract * self.columns
         return count if self.kind in ("product", "batched", "inverse") else 0.0
 
@@ -550,7 +550,7 @@ class Replay:
 
     @property
     def product_flops(self) -> float:
-        """FLOPs a token of the products done again."""
+        """FLOPs per token of the products done again."""
         return sum(node.flops for node in self.again)
 
     @property

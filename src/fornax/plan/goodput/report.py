@@ -156,7 +156,7 @@ def _reasons(plan: GoodputPlan) -> list[str]:
     )
     return [
         f"a failure every {format_seconds(run.mtbf)}; training stands still for "
-        f"{format_seconds(run.copy_seconds)} a snapshot, {format_count(per_host, 'B')} a host",
+        f"{format_seconds(run.copy_seconds)} per snapshot, {format_count(per_host, 'B')} per host",
         f"a snapshot is whole {', '.join(_written(run, policy))} later",
         *memory,
         *(_against_store(plan, best, least) if set(least.policy.every) == {"store"} else ()),

@@ -82,7 +82,7 @@ def _verdicts(plan: ServePlan) -> list[str]:
     over = f"{format_bytes(memory.total - memory.usable)} too much"
     return [
         f"fits: {share}" if memory.fits else f"DOES NOT FIT: {share}, {over}",
-        f"cache: {format_bytes(memory.bytes_per_token)} a token and chip, "
+        f"cache: {format_bytes(memory.bytes_per_token)} per token and chip, "
         f"{format_bytes(memory.bytes_per_sequence)} a sequence of {plan.engine.max_model_len:,} "
         f"tokens; the engine's holds {memory.cache_tokens:,} tokens, {memory.sequences:.1f} such "
         "sequences",
@@ -102,7 +102,7 @@ def _cost(plan: ServePlan) -> str | None:
     return (
         f"at best {min(outputs):,.4g} {price.currency} per million output tokens, while all "
         f"sequences of the batch decode, and {min(prompts):,.4g} {price.currency} per million "
-        f"prompt tokens (at {price.chip_hour:g} {price.currency} a chip-hour; idle time is not in "
+        f"prompt tokens (at {price.chip_hour:g} {price.currency} per chip-hour; idle time is not in "
         "it)"
     )
 
@@ -118,7 +118,7 @@ def _figures(plan: ServePlan) -> list[tuple[str, str]]:
     return [
         *found,
         ("full sequences in the cache", f"{memory.sequences:.1f}"),
-        ("cache a token and chip", format_bytes(memory.bytes_per_token)),
+        ("cache per token and chip", format_bytes(memory.bytes_per_token)),
         ("tokens/s/chip at best", f"{best:,.0f}"),
     ]
 

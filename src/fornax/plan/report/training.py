@@ -55,7 +55,7 @@ def too_large(plan: Plan) -> str | None:
         )
     changes = (
         f"({number}) {one.change}{f', {one.flags}' if one.flags else ''}: "
-        f"{format_bytes(one.total_bytes)}, {format_seconds(one.step_seconds)} a step"
+        f"{format_bytes(one.total_bytes)}, {format_seconds(one.step_seconds)} per step"
         for number, one in enumerate(plan.advice, 1)
     )
     return text + "the cheapest changes that would fit, by estimate: " + "; ".join(changes)
@@ -84,7 +84,7 @@ def _run_sentence(run: Run) -> str:
     micro = f" in {run.accumulate} micro-batches" if run.accumulate > 1 else ""
     return (
         f"{format_count(run.parameters)} parameters in {run.params_dtype}, computed in "
-        f"{run.compute_dtype}; {run.batch_size:,} rows of {run.seq_len:,} tokens a step{micro}; "
+        f"{run.compute_dtype}; {run.batch_size:,} rows of {run.seq_len:,} tokens per step{micro}; "
         f"mesh {_mesh(run)}; remat {run.remat}"
     )
 
@@ -117,15 +117,15 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     else:
         yield f"DOES NOT FIT: {figures}, {format_bytes(memory.over)} too much"
     if memory.host:
-        yield f"and {format_bytes(memory.host)} a chip in the host's memory"
+        yield f"and {format_bytes(memory.host)} per chip in the host's memory"
 
 
 def _price(money: Money) -> str:
     unit = money.currency
     return (
-        f"{money.per_day:,.0f} {unit} a day, {money.per_billion_tokens:,.2f} {unit} for 1e9 "
+        f"{money.per_day:,.0f} {unit} per day, {money.per_billion_tokens:,.2f} {unit} for 1e9 "
         f"tokens, {money.whole_run:,.0f} {unit} for the whole run of "
-        f"{format_seconds(money.days * 86_400)} (at {money.per_chip_hour:g} {unit} a chip-hour)"
+        f"{format_seconds(money.days * 86_400)} (at {money.per_chip_hour:g} {unit} per chip-hour)"
     )
 
 
@@ -250,7 +250,7 @@ def _work(plan: Plan) -> Section:
         title="What is the work?",
         heading="Work of a step, one chip",
         lead=f"{format_count(main.flops, 'FLOPs')} and {format_bytes(main.bytes)} of memory "
-        "traffic a chip and step, each loop counted as often as it runs. The chip does "
+        "traffic per chip and step, each loop counted as often as it runs. The chip does "
         f"{_rate(hardware.peak_flops)} and moves {bandwidth}/s.",
         blocks=[
             Chart(draw=lambda: roofline_picture(main.work, hardware)),
@@ -336,7 +336,7 @@ def _findings(program: ProgramReport) -> Iterator[Section]:
 
 def _search(plan: Plan) -> Section:
     lines = [
-        f"{number}. {format_seconds(option.step_seconds)} a step, "
+        f"{number}. {format_seconds(option.step_seconds)} per step, "
         f"{option.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
         f"{format_bytes(option.total_bytes)} ({'compiled' if option.compiled else 'estimated'}): "
         f"{option.changes.strip() or 'as given'}. {option.reason}"
@@ -357,7 +357,7 @@ def _run(plan: Plan) -> Section:
             ("micro-batches", f"{run.accumulate}"),
             ("recomputation", run.remat),
             ("mesh", _mesh(run)),
-            ("model FLOPs a step, all chips", format_count(run.model_flops, "FLOPs")),
+            ("model FLOPs per step, all chips", format_count(run.model_flops, "FLOPs")),
             *(("kernel", choice) for choice in plan.kernels),
         ]
     rows += [

@@ -314,7 +314,7 @@ def _reason(estimate: Estimate, total_bytes: int, step_seconds: float) -> str:
     rate = estimate.tokens / step_seconds / estimate.topology.num_chips
     bound = format_bound(estimate.step.bound, estimate.topology.chip.platform)
     sentences = [
-        f"{rate:,.0f} tokens/s a chip: bound by {bound}; "
+        f"{rate:,.0f} tokens/s per chip: bound by {bound}; "
         f"{largest.seconds / step:.0%} of the step is {_CLASSES[largest.name]}",
         _exchange_text(estimate),
         _remat_text(estimate),
@@ -359,7 +359,7 @@ def search_text(result: SearchResult) -> str:
     if result.given is not None:
         given = result.given
         text += (
-            f". As given: {format_seconds(given.step_seconds)} a step, "
+            f". As given: {format_seconds(given.step_seconds)} per step, "
             f"{given.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
             f"{format_bytes(given.total_bytes)}"
         )

@@ -23,7 +23,7 @@ from fornax.train import TrainConfig
 _MOST_TENSOR = 64
 _MOST_CONTEXT = 64
 _TOKENS_FOR_CONTEXT = 1024
-"""Below this many tokens a device of a row, dividing the length gains nothing."""
+"""Below this many tokens per device of a row, dividing the length gains nothing."""
 _LONG = 32768
 """Tokens of a row from which dividing it is tried though there are rows for every device."""
 _MOST_MICRO_BATCHES = 64

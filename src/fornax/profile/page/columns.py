@@ -1,4 +1,4 @@
-"""Integer columns as short text: differences, seven bits a byte (LEB128), base64."""
+"""Integer columns as short text: differences, seven bits per byte (LEB128), base64."""
 
 import base64
 

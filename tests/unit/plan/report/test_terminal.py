@@ -61,7 +61,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would_help(make_plan
         "llama3-8b does not fit v5p:4x4x4: the train_step needs 43.0 GiB of each chip's 31.0 GiB "
         "usable memory, 12.0 GiB too much; "
     )
-    assert "(1) recompute more (full), --remat full: 28.0 GiB, 13.4 s a step" in text
+    assert "(1) recompute more (full), --remat full: 28.0 GiB, 13.4 s per step" in text
     assert "\n" not in text
 
 

@@ -52,7 +52,7 @@ def test_the_best_is_no_slower_than_the_given_and_every_plan_runs() -> None:
     for one in found.best:
         assert one.total_bytes <= one.estimate.memory.usable
         assert estimate(one.config, V5E).step_seconds == one.step_seconds
-        assert "tokens/s a chip" in one.reason
+        assert "tokens/s per chip" in one.reason
     assert found.considered > sum(found.pruned.values())
 
 

@@ -78,7 +78,7 @@ function bytesOf(text) {
   return out;
 }
 
-// A column of `columns.py`: seven bits a byte, the lowest first. Differences carry their sign in the lowest bit.
+// A column of `columns.py`: seven bits per byte, the lowest first. Differences carry their sign in the lowest bit.
 function unpacked(text, count, Kind, differences) {
   const bytes = bytesOf(text);
   const out = new Kind(count);

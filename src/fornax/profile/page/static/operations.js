@@ -186,7 +186,7 @@ function spark(values) {
       height,
       class: "spark",
       role: "img",
-      "aria-label": `${seconds(Math.min(...values))} to ${seconds(Math.max(...values))} a step`,
+      "aria-label": `${seconds(Math.min(...values))} to ${seconds(Math.max(...values))} per step`,
     },
     s("polyline", { points: points.join(" ") }),
   );
