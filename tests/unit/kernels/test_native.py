@@ -31,6 +31,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FORNAX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_reasons", {})
     build._notice.cache_clear()
+    build._announce.cache_clear()
     return tmp_path
 
 
@@ -47,8 +48,8 @@ def test_without_compiler_falls_back_with_one_notice(
     assert "no C++ compiler" in notices[0]
 
 
-def test_compiler_that_fails_is_quoted(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_compiling_is_announced_once_and_a_failure_quotes_the_compiler(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     broken = tmp_path / "c++"
     broken.write_text(
@@ -56,7 +57,10 @@ def test_compiler_that_fails_is_quoted(
     )
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert "error: no luck" in str(_native.unavailable("attention"))
+    with caplog.at_level(logging.WARNING):
+        for unit in ("attention", "norm"):
+            assert "error: no luck" in str(_native.unavailable(unit))
+    assert len([r for r in caplog.records if "compiling native CPU kernels" in r.message]) == 1
     assert not list(fresh.glob("native/*/*"))
 
 
@@ -76,7 +80,7 @@ def test_a_processor_without_the_instructions_goes_without_a_notice(
     monkeypatch.setattr(units, "NATIVE", ("-march=x86-64-v3",))
     with caplog.at_level(logging.WARNING):
         assert "no instructions for it" in str(_native.unavailable("matmul"))
-    assert not caplog.records
+    assert [r.message for r in caplog.records if "native CPU kernels are off" in r.message] == []
 
 
 @pytest.mark.exhaustive

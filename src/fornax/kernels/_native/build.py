@@ -83,6 +83,12 @@ def _notice(reason: str) -> None:
     _log.warning("native CPU kernels are off, XLA's are used instead: %s", reason)
 
 
+@functools.cache
+def _announce() -> None:
+    """Say once why the first use of this machine takes longer."""
+    _log.warning("compiling native CPU kernels for this processor; later runs reuse them")
+
+
 def compiled() -> tuple[int, int]:
     """How many units have a library, the wheel's or one compiled before, and how many there are.
 
@@ -191,6 +197,7 @@ def _compile(cxx: str, unit: str, path: Path) -> None:
             f"{path.parent} cannot be written ({error.strerror}); set FORNAX_CACHE_DIR"
         ) from error
     os.close(handle)
+    _announce()
     include = jax.ffi.include_dir()
     command = units.compile_command(cxx, unit, temporary, include=include, march=units.NATIVE)
     try:
