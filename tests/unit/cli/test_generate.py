@@ -66,10 +66,14 @@ def test_the_prompt_and_what_the_model_makes_of_it_are_printed(model, tokenizer,
     assert capsys.readouterr().out != first.out
 
 
-def test_the_prompt_may_come_on_standard_input(model, capsys, stdin):
+def test_the_prompt_may_come_on_standard_input(model, tokenizer, capsys, stdin):
+    """Without --max-tokens the text ends where the model's 64 positions do, or before."""
     stdin("more text")
-    assert main(["generate", str(model), "--max-tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("more text")
+    assert main(["generate", str(model)]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("more text")
+    room = CONFIG["max_position_embeddings"] - len(load_tokenizer(tokenizer).encode("more text"))
+    assert 1 <= int(said.err.split()[0]) <= room
 
 
 def test_no_prompt_on_a_terminal_is_refused(model, capsys, stdin):

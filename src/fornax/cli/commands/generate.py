@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Enough tokens of the prompt for the tokenizer to join the first new one to them.
 _CONTEXT = 8
+_MAX_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class Arguments(Sampling):
     """The model's path, or org/name[@revision] on the Hugging Face Hub."""
     prompt: Annotated[str, arg(metavar="TEXT", help_behavior_hint="")] = ""
     """The text to continue."""
-    max_tokens: int = 128
-    """Tokens to make, at most."""
+    max_tokens: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Tokens to make, at most (default: 128, or what the model's positions leave)."""
     tokenizer: Annotated[Path | None, arg(metavar="PATH", help_behavior_hint="")] = None
     """A tokenizer.json or its folder (default: the one beside the model or of its data)."""
     dtype: Annotated[
@@ -66,10 +67,14 @@ def run(arguments: Arguments) -> int:
         )
     tokenizer = load_tokenizer(folder)
     ids = tokenizer.backend.encode(prompt, add_special_tokens=True).ids
+    max_tokens = arguments.max_tokens
+    if max_tokens is None:
+        room = model.config.max_position_embeddings - len(ids)
+        max_tokens = max(1, min(_MAX_TOKENS, room))
     steps = stream(
         model,
         [ids],
-        max_tokens=arguments.max_tokens,
+        max_tokens=max_tokens,
         sampling=arguments,
         stop_tokens=_stops(model.config.eos_token_ids, tokenizer),
     )
