@@ -1,4 +1,4 @@
-"""`--price` of the commands that train, and what they print for it at the end."""
+"""What the commands that train print at the end, and their `--price`."""
 
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,15 @@ def prices_of(price: str | None) -> PriceTable | None:
 
 
 def ended(result: "TrainResult") -> int:
-    """Say what a run cost, in the process that knows it; the exit code."""
+    """Say where a run's report is and what the run cost, in the first process; the exit code."""
+    from fornax.train import RunDirectory
     from fornax.train.report import cost_line
 
-    line = None if result.goodput is None else cost_line(result.run_dir)
-    if line is not None:
-        print(line)  # noqa: T201
+    if result.goodput is not None:
+        done = "stopped, saved" if result.reason == "signal" else "done"
+        report = RunDirectory(result.run_dir).report
+        print(f"{done} at step {result.step}: {report}")  # noqa: T201
+        line = cost_line(result.run_dir)
+        if line is not None:
+            print(line)  # noqa: T201
     return result.exit_code

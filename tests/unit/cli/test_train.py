@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import fornax.train
+from fornax.cli.costs import ended
 from fornax.cli.main import main
 from fornax.config import dump_yaml, from_yaml, load
 from fornax.train import TrainConfig
@@ -48,6 +49,27 @@ def test_file_and_flags_reach_the_trainer_and_its_code_comes_back(calls):
     assert call.run_dir == Path("runs/small")
     assert call.accept == ("steps", "seed")
     assert call.progress == "none"
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"), [("finished", "done at step 3: "), ("signal", "stopped, saved at step 3: ")]
+)
+def test_the_end_names_the_report(reason, said, tmp_path, capsys):
+    (tmp_path / "goodput.jsonl").write_text(
+        '{"attempt": 1, "start_step": 0, "time": 0}\n'
+        '{"attempt": 1, "step": 3, "time": 0, "seconds": {"step": 2.0}}\n'
+    )
+    result = fornax.train.TrainResult(
+        run_dir=tmp_path,
+        step=3,
+        reason=reason,
+        metrics=None,
+        evaluation=None,
+        goodput=fornax.train.summarise(tmp_path / "goodput.jsonl"),
+        exit_code=0,
+    )
+    assert ended(result) == 0
+    assert capsys.readouterr().out == f"{said}{tmp_path / 'report.html'}\n"
 
 
 def test_a_run_directory_goes_on_with_its_own_config(calls):
