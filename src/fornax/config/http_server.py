@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from fornax.config.credentials import TOKEN_HEADER, Credentials
+from fornax.config.errors import ConfigError
 
 __all__ = [
     "ConnectionLimits",
@@ -389,8 +390,10 @@ def replay(body: bytes, receive: Receive) -> Receive:
 def listen(host: str, port: int, send_timeout: float) -> socket.socket:
     """Take a TCP address, without answering yet; OSError when it is not to be had.
 
-    Linux closes a connection whose client acknowledges nothing for `send_timeout` seconds.
+    Raises ConfigError for a number that is not a port: the system would take its last 16 bits. Linux closes a connection whose client acknowledges nothing for `send_timeout` seconds.
     """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port={port} is not a port; use 1 to 65535, or 0 for a free one")
     # asyncio sends small packets at once only of sockets whose protocol says that they are TCP's.
     family, kind, protocol, _, where = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

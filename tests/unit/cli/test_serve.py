@@ -59,6 +59,7 @@ def test_flags_of_vllm_reach_the_engine_and_the_server(launched):
         ("m --enable-auto-tool-choice", "tool_call_parser"),
         ("m --ssl-keyfile k", "ssl_certfile"),
         ("m --port -1", "port=-1"),
+        ("m --port 99999", "port=99999 is not a port"),
         ("m --body-timeout 0", "body_timeout"),
         ("m --max-model-len 0", "max_model_len"),
         ("m --max-modl-len 8", "did you mean max_model_len"),

@@ -78,7 +78,11 @@ class HttpConfig:
         for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; give at least 1")
-        for name in ("request_timeout", "shutdown_timeout", "port"):
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(
+                f"port={self.port} is not a port; use 1 to 65535, or 0 for a free one"
+            )
+        for name in ("request_timeout", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)} is negative; 0 is the least")
         for name in _TIMES:
