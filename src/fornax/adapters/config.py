@@ -54,7 +54,7 @@ class LoRA:
         """Check the values."""
         for name, rank in {"rank": self.rank, **self.rank_pattern}.items():
             if rank < 1:
-                raise ConfigError(f"lora rank {name}={rank} adapts nothing; use 1 or more")
+                raise ConfigError(f"{name}={rank} adapts nothing; use 1 or more")
         for name, alpha in {"alpha": self.alpha, **self.alpha_pattern}.items():
             if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
                 raise ConfigError(f"lora alpha {name}={alpha} must be a number above 0")

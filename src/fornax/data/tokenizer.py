@@ -129,7 +129,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
     seen = _Seen(texts)
     backend.train_from_iterator(seen, trainer)
     if seen.characters == 0:
-        raise DataError("there is no text to train a tokenizer on: the corpus is empty")
+        raise DataError(
+            "there is no text to train a tokenizer on: the corpus is empty; check what source.path "
+            "names, the transforms, and holdout"
+        )
     return _with_roles(backend, {"eos": EOS, "bos": BOS, "pad": PAD})
 
 

@@ -36,7 +36,10 @@ def text_of(record: Record, name: str) -> str:
     if isinstance(value, str):
         return value
     if name not in record:
-        raise DataError(f"there is no field {name!r}; the record has {', '.join(sorted(record))}")
+        raise DataError(
+            f"there is no field {name!r}; the record has {', '.join(sorted(record))}: name the one "
+            "with the text (text_field of a build, field of a transform), or rename it"
+        )
     raise DataError(f"field {name!r} is {type(value).__name__}, it must be text")
 
 

@@ -74,7 +74,8 @@ def read_prompts(subject: EvaluatedModel, config: EvaluateConfig) -> list[Prompt
     if room < 2:
         raise ConfigError(
             f"sampling.max_tokens={config.sampling.max_tokens} leaves no room for a prompt in the "
-            f"{subject.max_positions} positions of {subject.name}; lower it"
+            f"{subject.max_positions} positions of {subject.name}; use fewer, such as "
+            f"--sampling.max-tokens {max(1, subject.max_positions // 2)}"
         )
     limit = Limit(max_length=room)
     found = load_prompts(str(config.prompts), subject.codec, limit, columns=config.columns).items

@@ -46,7 +46,10 @@ def open_bundle(
     mode = {True: "all", False: "none"}.get(verify, verify) if isinstance(verify, bool) else verify
     root = Path(path)
     if not root.is_dir():
-        raise BundleError(f"{root} is not a directory, so it is not a bundle")
+        raise BundleError(
+            f"{root} is not a directory, so it is not a bundle; name the folder of a version, "
+            "such as models/ranker/1"
+        )
     data = files.read_checked(root, files.MANIFEST, None, limit=256 << 20)
     found = reading.from_json(data, str(root / files.MANIFEST))
     files.check_listing(root, found.files)

@@ -72,6 +72,11 @@ def tune(
     shown = choose(progress) if isinstance(progress, str) else progress
     shown = shown if first else Quiet()
     directory = RunDirectory(out)
+    if directory.path.resolve() == Path(config.model).expanduser().resolve():
+        raise ConfigError(
+            f"{directory.path} is the model to start from, and a run writes to a directory of its "
+            "own: give another --out; to resume a run, leave --model out"
+        )
     with ExitStack() as stack:
         hosts.decide(lambda: _open(directory, stack))
         origin = read_origin(config)

@@ -85,6 +85,16 @@ def test_a_run_of_another_method_is_not_gone_on_with(calls, saved, capsys):
     assert not calls
 
 
+def test_a_run_into_its_own_model_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    assert main(["tune", "sft", "--model", "model", "--data", "d", "--out", "./model/"]) == 2
+    assert "model is the model to start from" in capsys.readouterr().err
+    assert list(Path("model").iterdir()) == []
+
+
 def test_what_is_missing_is_named(calls, capsys):
     assert main(["tune", "sft", "--out", "none"]) == 2
     assert "--model DIR --data FILE" in capsys.readouterr().err

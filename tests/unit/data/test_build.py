@@ -140,7 +140,10 @@ def test_dropped_records_are_counted(corpus: Path, tmp_path: Path):
         ({"transforms": (FilterLength(minimum=10**6),)}, "there is no text to train"),
         ({"transforms": (FilterLength(minimum=10**6),), "tokenizer": None}, "the corpus is empty"),
         ({"holdout": 1e-9}, "left the eval split without records"),
-        ({"text_field": "body"}, r"line 1: there is no field 'body'; the record has text"),
+        (
+            {"text_field": "body"},
+            r"line 1: there is no field 'body'; the record has text: name the one",
+        ),
         ({"tokenizer": TokenizerFile(path=Path("none.json"))}, r"none\.json does not exist"),
     ],
 )

@@ -114,7 +114,8 @@ class RLConfig(TuneConfig):
         if self.rollout.max_tokens >= self.max_length:
             raise ConfigError(
                 f"rollout.max_tokens={self.rollout.max_tokens} leaves no room for a prompt in "
-                f"max_length={self.max_length}; lower it, or raise max_length"
+                f"max_length={self.max_length}, which is at most the model's positions; use fewer, "
+                f"such as --rollout.max-tokens {max(1, self.max_length // 2)}, or raise max_length"
             )
         plays = self.conversation is not None and self.conversation.environment
         if not (self.reward or self.reward_model or plays):
