@@ -63,15 +63,17 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
         console.print("stopped, everything saved; the same command resumes from here")
         return stopped.exit_code
     path = write_report(config.run_dir, config.size, done)
-    console.print(f"\nreport     {path}")
-    console.print(
-        f"pretrained {job.portable}  (fornax generate {job.portable} --prompt 'def main(')"
+    closing = (
+        f"\nreport     {path}",
+        f"pretrained {job.portable}  (fornax generate {job.portable} --prompt 'def main(')",
+        f"tuned      {job.tuned}  (fornax serve {job.tuned})",
+        f"in 4 bits  {job.quantized}  (fornax serve {job.quantized})",
+        f"bundle     {job.models / MODEL / '1'}  (fornax host {job.models})",
+        f"the runs   fornax ui {config.run_dir}",
+        f"all done in {time.perf_counter() - began:.0f} s",
     )
-    console.print(f"tuned      {job.tuned}  (fornax serve {job.tuned})")
-    console.print(f"in 4 bits  {job.quantized}  (fornax serve {job.quantized})")
-    console.print(f"bundle     {job.models / MODEL / '1'}  (fornax host {job.models})")
-    console.print(f"the runs   fornax ui {config.run_dir}")
-    console.print(f"all done in {time.perf_counter() - began:.0f} s")
+    for line in closing:
+        console.print(line, soft_wrap=True)  # whole, so that a command can be copied
     return 0
 
 
@@ -194,7 +196,7 @@ def _score(job: Job) -> dict[str, Any]:
 def _score_line(result: dict[str, Any]) -> str:
     bits = result["bits_per_byte"]
     return (
-        f"{bits['fornax']:.3f} bits a byte over {result['files']} files; "
+        f"{bits['fornax']:.3f} bits per byte over {result['files']} files; "
         f"gzip -9 {bits['gzip']:.3f}, xz -9 {bits['xz']:.3f}"
     )
 
