@@ -1,4 +1,4 @@
-"""`fornax doctor`: what is off is named with its fix, and only what stops Fornax is an error."""
+"""`fornax doctor`: each problem is named with its fix, and only what stops Fornax is an error."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def test_a_sound_machine_reports_everything_and_returns_0(capsys):
 @pytest.mark.parametrize(
     ("findings", "code", "last"),
     [
-        ([Finding(name="a", value="1")], 0, "Nothing is off."),
+        ([Finding(name="a", value="1")], 0, "No problems found."),
         (
             [Finding(name="a", value="1", problem="it is odd", fix="turn it")],
             0,

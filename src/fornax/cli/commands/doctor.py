@@ -40,7 +40,7 @@ def run(arguments: Arguments) -> int:
         print(f"{finding.name:<{width}}  {finding.value}")  # noqa: T201
     print()  # noqa: T201
     if not off:
-        print("Nothing is off.")  # noqa: T201
+        print("No problems found.")  # noqa: T201
     for finding in off:
         level = "error" if finding.fatal else "note"
         print(f"{level}: {finding.name}: {finding.problem}; {finding.fix}")  # noqa: T201
