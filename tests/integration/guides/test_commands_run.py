@@ -14,9 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.pages import ROOT, Block, blocks
-from tests.unit.tune.tiny import COLOURS, save_chats, save_model
+from tests.unit.tune.tiny import COLOURS, save_model
+
+from fornax import export
+from fornax.data import BuildConfig, Text, TrainBpe, build
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,19 +62,10 @@ def _corpus(folder: Path) -> None:
             file.write(json.dumps({"text": f"{number}: {said}"}) + "\n")
 
 
-def _sft(folder: Path) -> None:
-    _model(folder, "DIR")
-    save_chats(folder / "chats.jsonl", count=8)
-
-
-def _reinforcement(folder: Path) -> None:
-    _model(folder, "DIR")
-    prompts = [{"prompt": f"What follows {colour}?"} for colour in COLOURS]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
-    (folder / "my_rewards.py").write_text(
-        "def score(completions, **columns):\n"
-        "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
-    )
+def _quickstart(folder: Path) -> None:
+    """The two models of the quickstart."""
+    _model(folder, "runs/quickstart/hf")
+    (folder / "runs/quickstart/hf-tuned").symlink_to("hf")
 
 
 def _hosting(folder: Path) -> None:
@@ -79,13 +74,40 @@ def _hosting(folder: Path) -> None:
     (folder / "triton" / "ranker" / "config.pbtxt").write_text("max_batch_size: 32\n")
 
 
+def _tutorial(folder: Path) -> None:
+    """What a quickstart leaves behind, of a small model and a hundred short files; and notes."""
+    _quickstart(folder)
+    run, notes = folder / "runs" / "quickstart", folder / "notes"
+    notes.mkdir()
+    for number in range(100):
+        said = " ".join(COLOURS[(number + n * n) % len(COLOURS)] for n in range(40))
+        (notes / f"{number}.txt").write_text(f"{number}: {said}")
+    source = Text(path=str(notes / "*.txt"))
+    tokenizer = TrainBpe(vocab_size=300)
+    build(BuildConfig(source=source, output=run / "data", tokenizer=tokenizer, holdout=0.1))
+    (run / "config.yaml").write_text(
+        "model: {vocab_size: 2048, hidden_size: 16, num_layers: 1, num_heads: 2}\n"
+        "data: {source: {type: dataset, path: runs/quickstart/data}}\n"
+        "seq_len: 32\neval: {every: 100, batches: 1}\n"
+    )
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 7.6}\n')
+    export.save(
+        run / "models" / "lm" / "1",
+        {"score": lambda params, x: {"y": x * params["w"]}},
+        {"w": np.ones(2, np.float32)},
+        inputs={"score": {"x": export.Spec(("b", 2), "float32")}},
+        buckets={"b": [4]},
+    )
+
+
 GIVEN: dict[str, Callable[[Path], None]] = {
     "guides/install.md": lambda folder: None,
-    "tutorials/quickstart.md": lambda folder: None,
+    "tutorials/quickstart.md": _tutorial,
+    "tutorials/notebooks.md": lambda folder: None,
     "guides/training.md": lambda folder: None,
     "guides/data.md": _corpus,
-    "guides/sft.md": _sft,
-    "guides/reinforcement.md": _reinforcement,
+    "guides/sft.md": _quickstart,
+    "guides/reinforcement.md": _quickstart,
     "guides/serving.md": lambda folder: _model(folder, "runs/quickstart/hf"),
     "guides/hosting.md": _hosting,
     "guides/plan.md": lambda folder: None,
@@ -99,7 +121,7 @@ def _files(page: Path, folder: Path, ports: dict[str, str]) -> None:
     for block in blocks(page):
         comment = re.match(r"# ([\w.]+\.(?:yaml|py))\b", block.text)
         name = block.options.get("title") or (comment[1] if comment else None)
-        if name is not None and block.language in ("yaml", "python"):
+        if name is not None and block.language in ("yaml", "python", "json"):
             (folder / name).write_text(_with(ports, block.text))
 
 
