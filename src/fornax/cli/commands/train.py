@@ -3,18 +3,17 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from tyro.conf import arg
 
-from fornax.cli.configured import ConfigArguments, read_config
-from fornax.cli.costs import ended, prices_of
-from fornax.config import ConfigError
+from fornax.cli.configured import read_config
+from fornax.cli.training import TrainingArguments, run_to_end, saved_config
 from fornax.config.run_paths import default_run_dir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(ConfigArguments):
+class Arguments(TrainingArguments):
     """Train a model, or resume a run that was stopped.
 
     Every key of the config is a flag too. A run directory that has checkpoints is resumed; without
@@ -32,36 +31,14 @@ class Arguments(ConfigArguments):
     accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
     """Keys, or patterns of them, that may differ from those the checkpoints were made with; of a
     new run, those of model.rope that may differ from the model of init_from."""
-    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
-    """What a chip costs an hour, in US$, or a YAML file of prices: the end and the report then say
-    what the run cost."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """What is shown; auto is a bar on a terminal and lines elsewhere."""
 
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     """Train; 0 when the run is done, 128 + signal when it was asked to stop."""
-    from fornax.train import TrainConfig
+    from fornax.train import TrainConfig, train
 
     run_dir = arguments.run_dir or default_run_dir("train", arguments.config)
-    from fornax.train import RunDirectory, train
-
-    saved = RunDirectory(run_dir).config
-    known = saved if saved.is_file() else None
-    if not (arguments.config or known or overrides or arguments.help_config):
-        raise ConfigError(
-            f"{run_dir} has no run to resume; name a config with --config FILE, or the "
-            "directory of a run with --run-dir DIR"
-        )
+    begin = "name a config with --config FILE, or the directory of a run with --run-dir DIR"
+    known = saved_config(run_dir, arguments, overrides, begin=begin)
     config = read_config(TrainConfig, arguments, overrides, file=known)
-    if config is None:
-        return 0
-
-    result = train(
-        config,
-        run_dir,
-        accept_changes=arguments.accept_changes,
-        progress=arguments.progress,
-        prices=prices_of(arguments.price),
-    )
-    return ended(result)
+    return 0 if config is None else run_to_end(train, config, run_dir, arguments)

@@ -3,13 +3,13 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import yaml
 from tyro.conf import arg
 
-from fornax.cli.configured import ConfigArguments, read_config
-from fornax.cli.costs import ended, prices_of
+from fornax.cli.configured import read_config
+from fornax.cli.training import TrainingArguments, run_to_end, saved_config
 from fornax.config import ConfigError
 from fornax.config.run_paths import default_run_dir
 from fornax.tune.methods import METHODS, Method
@@ -31,18 +31,11 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(ConfigArguments):
+class Arguments(TrainingArguments):
     """The flags of every method in addition to the keys of its config."""
 
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """The run directory: where everything is written (default: runs/ and the method's name)."""
-    accept_changes: Annotated[tuple[str, ...], arg(metavar="KEY ...", help_behavior_hint="")] = ()
-    """Keys, or patterns of them, that may differ from those the checkpoints were made with."""
-    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
-    """What a chip costs an hour, in US$, or a YAML file of prices: the end and the report then say
-    what the run cost."""
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
-    """What is shown; auto is a bar on a terminal and lines elsewhere."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,32 +50,17 @@ class Tune:
         from fornax.tune import tune
 
         config, out = self.read(arguments, overrides)
-        if config is None:
-            return 0
-        result = tune(
-            config,
-            out,
-            accept_changes=arguments.accept_changes,
-            progress=arguments.progress,
-            prices=prices_of(arguments.price),
-        )
-        return ended(result)
+        return 0 if config is None else run_to_end(tune, config, out, arguments)
 
     def read(
         self, arguments: Arguments, overrides: Sequence[str]
     ) -> "tuple[TuneConfig | None, Path]":
         """The config and the run directory; None where the config was only printed."""
-        from fornax.train import RunDirectory
-
-        name = self.method.name
-        out = arguments.out or default_run_dir(name)
-        saved = RunDirectory(out).config
-        known = saved if saved.is_file() and arguments.config is None else None
-        if not (arguments.config or known or overrides or arguments.help_config):
-            raise ConfigError(
-                f"{out} has no run to resume; begin one with --model DIR --data FILE, or "
-                "name the directory of a run with --out DIR"
-            )
+        out = arguments.out or default_run_dir(self.method.name)
+        begin = (
+            "begin one with --model DIR --data FILE, or name the directory of a run with --out DIR"
+        )
+        known = saved_config(out, arguments, overrides, begin=begin)
         words = renamed(overrides, self.method.aliases)
         words += _one_length(words, _mapping(known or arguments.config))
         if known:
