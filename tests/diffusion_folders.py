@@ -79,6 +79,28 @@ FLUX = {
     "guidance_embeds": True,
     "axes_dims_rope": [4, 6, 6],
 }
+WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "ffn_dim": 24,
+    "num_layers": 1,
+}
+WAN_VAE = {
+    "base_dim": 4,
+    "z_dim": 4,
+    "dim_mult": [1, 2],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True],
+    "latents_mean": [0.1, 0.2, 0.3, 0.4],
+    "latents_std": [1.5, 1.4, 1.3, 1.2],
+    "scale_factor_spatial": 2,
+    "scale_factor_temporal": 2,
+}
+UNIPC = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "sd": {
         "pipeline": "StableDiffusionPipeline",
@@ -106,6 +128,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "text_encoder": ("CLIPTextModel", CLIP),
         "text_encoder_2": ("T5EncoderModel", T5),
         "scheduler": ("FlowMatchEulerDiscreteScheduler", {"use_dynamic_shifting": True}),
+    },
+    "wan": {
+        "pipeline": "WanPipeline",
+        "transformer": ("WanTransformer3DModel", WAN),
+        "text_encoder": ("UMT5EncoderModel", T5),
+        "vae": ("AutoencoderKLWan", WAN_VAE),
+        "scheduler": ("UniPCMultistepScheduler", UNIPC),
     },
 }
 
@@ -151,7 +180,7 @@ def write_folder(folder: Path, family: str, **vae: Any) -> Path:
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({"_class_name": scheduler, **values}))
     index["scheduler"] = ["diffusers", scheduler]
-    parts["vae"] = ("AutoencoderKL", {**VAE, **vae})
+    parts.setdefault("vae", ("AutoencoderKL", {**VAE, **vae}))
     for number, (name, (kind, config)) in enumerate(parts.items()):
         write_component(folder / name, kind, config, number)
         index[name] = ["diffusers", kind]

@@ -4,6 +4,7 @@ Tiny random models, saved and read; diffusers starts from the same latents. What
 too.
 """
 
+import dataclasses
 import string
 
 import diffusers
@@ -12,9 +13,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
+from safetensors.numpy import load_file
 from tests.parity.diffusion_models import channels_first, randomized
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from fornax.adapters import LoRA
+from fornax.diffusion.config import DiffusionTuneConfig, SampleConfig
+from fornax.diffusion.data import ImagesConfig
 from fornax.diffusion.models import load_component
 from fornax.diffusion.pipelines import (
     ImageRequest,
@@ -23,6 +29,9 @@ from fornax.diffusion.pipelines import (
     save_pipeline,
     with_denoiser,
 )
+from fornax.diffusion.tuning import tune
+from fornax.mesh import MeshConfig
+from fornax.optim import Constant, OptimConfig
 
 pytestmark = [
     pytest.mark.parity,
@@ -111,6 +120,22 @@ def pictures(theirs, **options):
     return found * 2 - 1
 
 
+def kl(vae):
+    """An image [1, 3, H, W] to mean and deviation of the latents that a denoiser is given."""
+
+    def encode(image):
+        found, shift = vae.encode(image).latent_dist, vae.config.shift_factor or 0.0
+        scale = vae.config.scaling_factor
+        return (found.mean - shift) * scale, found.std * scale
+
+    return encode
+
+
+def pixart_sigma():
+    theirs = diffusers.PixArtSigmaPipeline(**pixart())
+    return theirs, kl(theirs.vae)
+
+
 def pixart():
     pieces = [(token, 0.0) for token in ("<pad>", "</s>", "<unk>", "▁")]
     pieces += [(letter, -3.0) for letter in string.ascii_lowercase]
@@ -159,10 +184,7 @@ def test_pixart(tmp_path):
     check(np.clip(images, -1, 1), pictures(again, **given))
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_sana(tmp_path):
-    """The prompt stands behind an instruction, the negative one does not."""
+def sana():
     kinds = ("ResBlock", "EfficientViTBlock")
     vae = diffusers.AutoencoderDC(
         latent_channels=4,
@@ -194,19 +216,32 @@ def test_sana(tmp_path):
     config = transformers.Gemma2Config(
         **LLM, query_pre_attn_scalar=8, sliding_window=4096, attn_implementation="eager"
     )
+    vae = randomized(vae)
     theirs = diffusers.SanaPipeline(
         tokenizer=tokenizer(begins=True),
         text_encoder=randomized(transformers.Gemma2Model(config)),
-        vae=randomized(vae),
+        vae=vae,
         transformer=randomized(transformer),
         scheduler=diffusers.DPMSolverMultistepScheduler(
             use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"
         ),
     )
-    theirs.save_pretrained(tmp_path)
+
+    def encode(image):
+        return vae.encode(image).latent * 0.4, None
+
+    return theirs, encode
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_sana(tmp_path):
+    """The prompt stands behind an instruction, the negative one does not."""
+    theirs, _ = sana()
+    theirs.save_pretrained(tmp_path / "model")
     noise = normal(1, 32, 64, 4)
     fields = {"size": (64, 128), "guidance": 4.0, "negative": "blue"}
-    _, images, start = drawn(tmp_path, "A red fox", noise, **fields)
+    _, images, start = drawn(tmp_path / "model", "A red fox", noise, **fields)
     want = pictures(
         theirs,
         prompt="A red fox",
@@ -224,9 +259,7 @@ def flow(**options):
     return diffusers.FlowMatchEulerDiscreteScheduler(**options)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_qwen_image(tmp_path):
+def qwen_image():
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     text = {key: value for key, value in LLM.items() if key != "head_dim"}
@@ -252,16 +285,34 @@ def test_qwen_image(tmp_path):
         joint_attention_dim=16,
         axes_dims_rope=(4, 6, 6),
     )
+    vae = randomized(vae)
     theirs = diffusers.QwenImagePipeline(
         scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.02, max_shift=0.9),
-        vae=randomized(vae),
+        vae=vae,
         text_encoder=randomized(transformers.Qwen2_5_VLForConditionalGeneration(config)),
         tokenizer=tokenizer(),
         transformer=randomized(transformer),
     )
-    theirs.save_pretrained(tmp_path)
+
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+
+    def encode(image):
+        found = vae.encode(image[:, :, None]).latent_dist
+        return (found.mean[:, :, 0] - mean) / deviation, found.std[:, :, 0] / deviation
+
+    return theirs, encode
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_qwen_image(tmp_path):
+    theirs, _ = qwen_image()
+    theirs.save_pretrained(tmp_path / "model")
     noise = normal(1, 8, 12, 4)
-    _, images, _ = drawn(tmp_path, "A red fox", noise, size=(16, 24), guidance=4.0)
+    _, images, _ = drawn(tmp_path / "model", "A red fox", noise, size=(16, 24), guidance=4.0)
     want = pictures(
         theirs,
         prompt="A red fox",
@@ -274,12 +325,7 @@ def test_qwen_image(tmp_path):
     check(images, want)
 
 
-@torch.no_grad()
-def test_z_image(tmp_path):
-    """Its scale of guidance counts from the prompt, ours from the empty one.
-
-    Then it is written with another network in its transformer's place.
-    """
+def z_image():
     transformer = diffusers.ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
@@ -298,6 +344,16 @@ def test_z_image(tmp_path):
         tokenizer=tokenizer(chat=CHAT),
         transformer=randomized(transformer),
     )
+    return theirs, kl(theirs.vae)
+
+
+@torch.no_grad()
+def test_z_image(tmp_path):
+    """Its scale of guidance counts from the prompt, ours from the empty one.
+
+    Then it is written with another network in its transformer's place.
+    """
+    theirs, _ = z_image()
     theirs.save_pretrained(tmp_path / "model")
     noise = normal(1, 8, 12, 4)
     pipeline, images, _ = drawn(tmp_path / "model", "A red fox", noise, size=(16, 24), guidance=4.0)
@@ -324,9 +380,7 @@ def test_z_image(tmp_path):
     assert again.tokenizer("a fox").input_ids == theirs.tokenizer("a fox").input_ids
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_flux2_klein(tmp_path):
+def flux2_klein():
     vae = randomized(diffusers.AutoencoderKLFlux2(**VAE, latent_channels=4))
     vae.bn.running_mean.normal_()
     vae.bn.running_var.uniform_(0.2, 2.0)
@@ -347,9 +401,24 @@ def test_flux2_klein(tmp_path):
         tokenizer=tokenizer(chat=CHAT),
         transformer=randomized(transformer),
     )
-    theirs.save_pretrained(tmp_path)
+
+    def encode(image):
+        found = vae.encode(image).latent_dist
+        scale = (vae.bn.running_var + vae.config.batch_norm_eps) ** 0.5
+        mean, std = (theirs._patchify_latents(each) for each in (found.mean, found.std))
+        shift, scale = vae.bn.running_mean.view(1, -1, 1, 1), scale.view(1, -1, 1, 1)
+        return (mean - shift) / scale, std / scale
+
+    return theirs, encode
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_flux2_klein(tmp_path):
+    theirs, _ = flux2_klein()
+    theirs.save_pretrained(tmp_path / "model")
     noise = normal(1, 4, 6, 16)
-    _, images, _ = drawn(tmp_path, "A red fox", noise, size=(16, 24), guidance=4.0)
+    _, images, _ = drawn(tmp_path / "model", "A red fox", noise, size=(16, 24), guidance=4.0)
     want = pictures(
         theirs,
         prompt="A red fox",
@@ -359,3 +428,37 @@ def test_flux2_klein(tmp_path):
         guidance_scale=4.0,
     )
     check(np.clip(images, -1, 1), want)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [pixart_sigma, sana, qwen_image, z_image, flux2_klein])
+@torch.no_grad()
+def test_each_is_tuned_on_the_latents_of_its_autoencoder(make, tmp_path):
+    """A step of adapters on one photo; of its latents mean and deviation are diffusers'."""
+    theirs, encode = make()
+    theirs.save_pretrained(tmp_path / "model")
+    side = 4 * load_pipeline(tmp_path / "model").multiple
+    pixels = RNG.integers(0, 256, (side, side, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    data = ImagesConfig(path=str(tmp_path / "a.png"), prompt="a fox", resolution=side)
+    config = DiffusionTuneConfig(
+        model=str(tmp_path / "model"),
+        data=dataclasses.replace(data, multiple=side, threads=1),
+        lora=LoRA(rank=2),
+        batch_size=1,
+        steps=1,
+        optim=OptimConfig(learning_rate=1e-2, schedule=Constant()),
+        sample=SampleConfig(every=1, count=1, steps=1),
+        mesh=MeshConfig(data=1),
+    )
+    result = tune(config, tmp_path / "run", progress="none")
+    assert np.isfinite(result.metrics["loss"])
+    assert result.metrics["grad_norm"] > 0
+    stored = [load_file(file) for file in (tmp_path / "run" / "encoded").rglob("*.safetensors")]
+    (kept,) = (arrays for arrays in stored if "mean" in arrays)
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None] / 127.5 - 1
+    for name, want in zip(("mean", "deviation"), encode(image), strict=True):
+        assert (name in kept) == (want is not None)
+        if want is not None:
+            check(kept[name], want[0].permute(1, 2, 0))
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()

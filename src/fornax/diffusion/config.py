@@ -9,7 +9,11 @@ from fornax.config.suggest import nearest
 from fornax.diffusion.data import EncodedConfig, ImageData, ImagesConfig
 from fornax.diffusion.methods import Denoise, Method
 from fornax.diffusion.models.parts import Activation
-from fornax.diffusion.models.transformer import DiTConfig, TransformerConfig
+from fornax.diffusion.models.transformer import (
+    DiTConfig,
+    FractionalRopeConfig,
+    TransformerConfig,
+)
 from fornax.diffusion.models.unet import UNetConfig, conditions
 from fornax.diffusion.objectives import Objective
 from fornax.diffusion.prompts import TextConfig, WordsConfig
@@ -41,7 +45,9 @@ class DiT:
     head_dim: int = 64
     """Width of a head; the model's is num_heads * head_dim."""
     patch: int = 2
-    """Pixels (or latents) of a patch along each axis."""
+    """Pixels (or latents) of a patch along rows and columns."""
+    frame_patch: int = 1
+    """Of videos, frames of a patch."""
     mlp_ratio: float = 4.0
     """Hidden width of the MLPs over the model's."""
     gated: bool = False
@@ -56,7 +62,7 @@ class DiT:
     words besides in one sequence with the patches."""
 
     def transformer(
-        self, *, channels: int, classes: int | None, pooled: int | None
+        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
     ) -> TransformerConfig:
         """The whole config.
 
@@ -64,6 +70,7 @@ class DiT:
           channels: of the examples.
           classes: labels, where captions are labels.
           pooled: width of the caption's vector, and of its words' states.
+          videos: whether examples are videos.
         """
         text: Any = {}
         if pooled is not None and self.text != "pooled":
@@ -71,6 +78,7 @@ class DiT:
         return DiTConfig(
             channels=channels,
             patch=self.patch,
+            frame_patch=self.frame_patch if videos else None,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -93,13 +101,14 @@ class Transformer:
     config: TransformerConfig
 
     def transformer(
-        self, *, channels: int, classes: int | None, pooled: int | None
+        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
     ) -> TransformerConfig:
         """The config, checked against the data.
 
         Raises:
           ConfigError: it is of other channels, classes or texts.
         """
+        del videos  # `check_sizes` compares the axes
         said = self.config
         found = {
             "channels": (said.channels, channels),
@@ -122,13 +131,15 @@ class UNet:
     type: Literal["unet"] = "unet"
     config: UNetConfig
 
-    def transformer(self, *, channels: int, classes: int | None, pooled: int | None) -> UNetConfig:
+    def transformer(
+        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
+    ) -> UNetConfig:
         """The config, checked against the data; a text's vector is checked where it is used.
 
         Raises:
           ConfigError: it is of other channels or classes.
         """
-        del pooled
+        del pooled, videos  # `check_sizes` compares the axes
         said = self.config
         for name, given, wanted in (
             ("in_channels", said.in_channels, channels),
@@ -149,8 +160,8 @@ class SampleConfig:
     """How images are drawn: while the run trains, and by what loads it afterwards."""
 
     every: int | None = 500
-    """Steps between two grids of images in the run's `images/`, with one at the end; null draws
-    none."""
+    """Steps between two grids of images or videos in the run's `images/`, with one at the end; null
+    draws none."""
     prompts: tuple[str, ...] = ()
     """What is drawn; empty takes captions of the data."""
     count: int = 16
@@ -193,12 +204,12 @@ def _optim() -> OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(TrainerConfig):
-    """What every run that trains a denoiser on images says."""
+    """What every run that trains a denoiser on images or videos says."""
 
     harmless: ClassVar[tuple[str, ...]] = ("sample", "data.threads", "data.verify", "encode.cache")
 
     data: ImageData = field(default_factory=ImagesConfig)
-    """The images and their captions."""
+    """The images or videos and their captions."""
     caption_dropout: float = 0.1
     """Share of captions that are left empty in training, which guidance needs."""
     stratified: bool = True
@@ -274,6 +285,9 @@ class EncodeConfig:
     mean."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the autoencoder and the text encoders; null as they are stored."""
+    tile: int | None = None
+    """Pixels of the side of the tiles in which the autoencoder encodes what is larger, which bounds
+    its memory and changes latents a little; null encodes the whole."""
     guidance: float | None = None
     """The guidance passed in training to a network that takes it (Flux-dev); null is 1."""
 
@@ -344,6 +358,7 @@ def takes(config: Any) -> tuple[str, ...]:
         "classes_B": config.embedder.classes is not None,
         "pooled_BD": config.embedder.pooled is not None,
         "text_BSD": config.text is not None,
+        "sizes_BN": config.embedder.sizes or isinstance(config.positions, FractionalRopeConfig),
         "text_mask_BS": config.text is not None,
         "guidance_B": config.embedder.guidance_scale is not None,
     }

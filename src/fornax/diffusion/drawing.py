@@ -82,10 +82,10 @@ def draw(
     )
 
 
-def to_pixels(x_BHWC: Any) -> NDArray[np.uint8]:
-    """(B, H, W, C) uint8 of images in [-1, 1]."""
-    x_BHWC = np.nan_to_num(np.asarray(x_BHWC, np.float32))
-    return np.clip(np.round((x_BHWC + 1) * 127.5), 0, 255).astype(np.uint8)
+def to_pixels(x_BX: Any) -> NDArray[np.uint8]:
+    """(B, *X) uint8 of images or videos in [-1, 1]."""
+    x_BX = np.nan_to_num(np.asarray(x_BX, np.float32))
+    return np.clip(np.round((x_BX + 1) * 127.5), 0, 255).astype(np.uint8)
 
 
 def grid(pixels_BHWC: NDArray[np.uint8], *, columns: int | None = None, gap: int = 2) -> "Image":
@@ -109,8 +109,16 @@ def grid(pixels_BHWC: NDArray[np.uint8], *, columns: int | None = None, gap: int
     return field
 
 
-def write_grid(path: "Path", pixels_BHWC: NDArray[np.uint8]) -> None:
-    """Write `grid` as PNG, in one replacement. OSError where it cannot be."""
+def write_grid(path: "Path", pixels_BX: NDArray[np.uint8], rate: float) -> None:
+    """Write `grid` as PNG, in one replacement. OSError where it cannot be.
+
+    Of videos (B, F, H, W, C) it is animated, with `rate` frames per second.
+    """
     buffer = io.BytesIO()
-    grid(pixels_BHWC).save(buffer, "PNG")
+    if pixels_BX.ndim == 4:
+        grid(pixels_BX).save(buffer, "PNG")
+    else:
+        first, *rest = (grid(pixels_BHWC) for pixels_BHWC in np.moveaxis(pixels_BX, 1, 0))
+        options = {"duration": 1000 / rate, "loop": 0}
+        first.save(buffer, "PNG", save_all=True, append_images=rest, **options)
     write_whole(path, buffer.getvalue())

@@ -38,10 +38,11 @@ def export_denoiser(
 ) -> "Manifest":
     """Seal `denoise(x, time, words) -> output` in a bundle.
 
-    `x` float32 [b, H, W, C] is alpha data + sigma noise, `time` float32 [b] as schedules have it
-    (1000 sigma on flows), `words` int32 [b, S] (or `classes` [b]) as `Prompts.encode` gives them;
-    `output` float32 [b, H, W, C] is what the metadata's `objective.prediction` says. The metadata
-    also has the words, so that a client needs nothing else to sample.
+    `x` float32 [b, H, W, C] (of videos [b, F, H, W, C]) is alpha data + sigma noise, `time` float32
+    [b] as schedules have it (1000 sigma on flows), `words` int32 [b, S] (or `classes` [b]) as
+    `Prompts.encode` gives them; `output`, float32 of x's shape, is what the metadata's
+    `objective.prediction` says. The metadata also has the words, so that a client needs nothing
+    else to sample.
 
     Args:
       model: a run directory.
@@ -57,8 +58,8 @@ def export_denoiser(
     """
     # Attention in bfloat16 would go to a GPU's own library.
     run = load_run(model, dtype=dtype, compute_dtype=jnp.float32)
-    height, width = size or run.facts.usual
-    shape = (height, width, run.facts.channels)
+    # Of a video the frames of training stay.
+    shape = (*run.facts.usual[:-2], *(size or run.facts.usual[-2:]), run.facts.channels)
     inputs = {
         "x": export.Spec(("b", *shape), "float32"),
         "time": export.Spec(("b",), "float32", low=0.0, high=1000.0),

@@ -66,13 +66,13 @@ class LoadedRun:
         return self.config.sample
 
     @property
-    def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """(H, W, C) of each bucket of training, the most frequent first."""
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """(H, W, C) of each bucket of training, of videos (F, H, W, C); the most frequent first."""
         return tuple((*size, self.facts.channels) for size in self.facts.sizes)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """(H, W, C) of most examples."""
+    def shape(self) -> tuple[int, ...]:
+        """(H, W, C) of most examples, of videos (F, H, W, C)."""
         return self.shapes[0]
 
     def schedule(self, steps: int) -> Schedule:
@@ -87,9 +87,9 @@ class LoadedRun:
         """
         return self.network.condition(text_arrays(self.facts.prompts, prompts))
 
-    def decode(self, x_BHWC: Any) -> NDArray[np.uint8]:
-        """(B, H, W, C) uint8 images of what the sampler ends with."""
-        return to_pixels(x_BHWC)
+    def decode(self, x_BX: Any) -> NDArray[np.uint8]:
+        """(B, *X) uint8 images or videos of what the sampler ends with."""
+        return to_pixels(x_BX)
 
     def draw(
         self,
@@ -101,7 +101,7 @@ class LoadedRun:
         sampler: str | None = None,
         size: Size | None = None,
     ) -> NDArray[np.float32]:
-        """Images in [-1, 1], (B, H, W, C); what is None is as the run samples.
+        """Images or videos in [-1, 1], (B, *X); what is None is as the run samples.
 
         Row b of a seed starts from the same noise whatever the other prompts are.
 
@@ -325,7 +325,8 @@ def _restored(
     chain = None
     if config.optim.ema is not None or config.optim.lookahead is not None:
         chain = optim.build(config.optim, total_steps=config.steps, params=parts.params)
-        wanted["optimizer"] = jax.eval_shape(chain.init, wanted["params"])
+        abstract = jax.eval_shape(chain.init, wanted["params"])
+        wanted["optimizer"] = jax.tree.map(_abstract, abstract)
     if width is not None:
         return _reconstructed(checkpointer, config, wanted, chain, step, width)
     restored = checkpointer.restore(wanted, step, partial=True)
@@ -366,4 +367,6 @@ def _reconstructed(
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    """An array on a device of this process: each of several loads a whole network."""
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)

@@ -1,11 +1,13 @@
-"""`train`: one call from a config and a run directory to a trained denoiser, resuming if it can."""
+"""`train`: one call from a config and a run directory to a trained denoiser, resuming if it can.
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+Also what tuning shares with it, and the task of tuning a run.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -13,10 +15,15 @@ from fornax import adapters
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.price import PriceTable
 from fornax.config.progress import Progression, ProgressName
-from fornax.diffusion.config import DiffusionConfig, DiffusionTuneConfig, EncodeConfig
+from fornax.diffusion.config import (
+    DiffusionConfig,
+    DiffusionTuneConfig,
+    EncodeConfig,
+    RunConfig,
+)
 from fornax.diffusion.data import Examples, ImagesConfig, WithPrior, open_examples
 from fornax.diffusion.learners import learner_task
-from fornax.diffusion.load import LoadedRun, load_base
+from fornax.diffusion.load import load_base
 from fornax.diffusion.methods import Denoise
 from fornax.diffusion.network import Network
 from fornax.diffusion.setup import Facts, facts_of, sizes_of
@@ -26,7 +33,7 @@ from fornax.train import PostTraining, RunDirectory, Task, TrainResult
 from fornax.train import train as run_trainer
 from fornax.train.state import trained_of
 
-__all__ = ["train", "tune", "tuning_images"]
+__all__ = ["opened", "train", "tuning_images", "tuning_task"]
 
 
 def train(
@@ -55,15 +62,11 @@ def train(
       DataError: broken or small images, missing captions, each with its place.
       ShardingError, CheckpointError, ClusterError: see `fornax.train.train`.
     """
-    initialize(config.processes)
-    directory = RunDirectory(out)
-    with ExitStack() as stack:
-        hosts.decide(lambda: _open(directory, stack))
+    with opened(config, out) as directory:
         examples = open_examples(config.data, "train")
         facts = facts_of(config, examples, directory.path)
         task = diffusion_task(config, facts, examples, directory.path)
-        if jax.process_index() == 0:
-            facts.save(directory.path)
+        facts.save(directory.path)
         return run_trainer(
             config,
             directory,
@@ -74,62 +77,14 @@ def train(
         )
 
 
-def tune(
-    config: DiffusionTuneConfig,
-    out: str | Path,
-    *,
-    accept_changes: Sequence[str] = (),
-    progress: ProgressName | Progression = "auto",
-    prices: PriceTable | None = None,
-) -> TrainResult:
-    """Train a denoiser on, or adapters for it, on other images; or continue doing so, in `out`.
-
-    With adapters the checkpoints hold nothing else; the base comes from `config.model` each time,
-    and `load_run` merges them. Captions are of the words that the base knows.
-
-    Args:
-      config: the run.
-      out: the run directory.
-      accept_changes: patterns of keys that may differ from the config of the checkpoints.
-      progress: what is shown.
-      prices: of chips; the report and `goodput.jsonl` then say what the run costs.
-
-    Raises:
-      ConfigError: no such base, or a config that does not fit it.
-      DataError: as of `train`; captions with words that the base does not know.
-      ShardingError, CheckpointError, ClusterError: see `fornax.train.train`.
-    """
+@contextmanager
+def opened(config: RunConfig, out: str | Path) -> Iterator[RunDirectory]:
+    """The directory of a run, made and locked by process 0 while the run lasts."""
     initialize(config.processes)
     directory = RunDirectory(out)
     with ExitStack() as stack:
         hosts.decide(lambda: _open(directory, stack))
-        base = load_base(
-            config.model,
-            dtype=config.dtypes.param_dtype,
-            compute_dtype=config.dtypes.compute_dtype,
-        )
-        config = replace(
-            config,
-            model=str(Path(config.model).expanduser().resolve()),
-            objective=config.objective or base.objective,
-        )
-        if config.encode != EncodeConfig():
-            raise ConfigError(
-                f"encode is set, and {config.model} is a run whose images are not encoded; leave "
-                "it out"
-            )
-        examples = tuning_images(config, "train")
-        task, facts = tuning_task(config, base, examples, directory.path)
-        if jax.process_index() == 0:
-            facts.save(directory.path)
-        return run_trainer(
-            config,
-            directory,
-            task=task,
-            accept_changes=accept_changes,
-            progress=progress,
-            prices=prices,
-        )
+        yield directory
 
 
 def tuning_images(config: DiffusionTuneConfig, split: str) -> Examples:
@@ -147,14 +102,28 @@ def tuning_images(config: DiffusionTuneConfig, split: str) -> Examples:
 
 
 def tuning_task(
-    config: DiffusionTuneConfig, base: LoadedRun, examples: Examples, folder: Path
-) -> tuple[Task[Network], Facts]:
-    """The task of `tune`, and the facts of its data.
+    config: DiffusionTuneConfig, folder: Path
+) -> tuple[DiffusionTuneConfig, Task[Network], Facts]:
+    """The config of a run that starts from another, its task, and the facts of its data.
+
+    Args:
+      config: of `tune`; what it leaves open is the base's.
+      folder: where grids of samples are written.
 
     Raises:
       DataError: images of other channels than the base's, or captions of unknown words.
-      ConfigError: adapters that match no module.
+      ConfigError: no such base, adapters that match no module, or encoders where there are none.
     """
+    base = load_base(
+        config.model, dtype=config.dtypes.param_dtype, compute_dtype=config.dtypes.compute_dtype
+    )
+    if config.encode != EncodeConfig():
+        raise ConfigError(
+            f"encode is set, and {config.model} is a run whose images are not encoded; leave it out"
+        )
+    objective = config.objective or base.objective
+    config = replace(config, objective=objective)
+    examples = tuning_images(config, "train")
     facts = replace(base.facts, sizes=sizes_of(examples))
     if facts.channels != examples.channels:
         raise DataError(
@@ -179,15 +148,13 @@ def tuning_task(
 
     nnx.eval_shape(lambda: build(nnx.Rngs(0)))
     check_sizes(facts.sizes, base.denoiser.config)
-    objective = config.objective or base.objective
     task = denoising_task(build, config, objective, facts, examples, folder)
     if not isinstance(config.method, Denoise):
-        return learner_task(config, replace(base, objective=objective), task), facts
+        return config, learner_task(config, replace(base, objective=objective), task), facts
     said = f"adapters on {', '.join(adapted)}" if adapted else "all parameters are trained"
     post = PostTraining(trained=trained_of(config.lora), notes=(said,))
-    return replace(task, pretrained=pretrained, post=post), facts
+    return config, replace(task, pretrained=pretrained, post=post), facts
 
 
 def _open(directory: RunDirectory, stack: ExitStack) -> None:
-    """Make the directory and lock it until the run ends."""
     stack.enter_context(directory)

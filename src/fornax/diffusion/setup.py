@@ -44,11 +44,13 @@ class Facts:
 
     channels: int
     sizes: tuple[Size, ...]
-    """Heights and widths of training, the most frequent first."""
+    """Heights and widths of training, of videos frames before them; the most frequent first."""
     prompts: Prompts | None
 
     def save(self, folder: Path) -> None:
-        """Write `diffusion.json`."""
+        """Write `diffusion.json`, in process 0."""
+        if jax.process_index():
+            return
         facts: dict[str, Any] = {"channels": self.channels, "sizes": self.sizes}
         if self.prompts is not None:
             facts["text"] = to_mapping(self.prompts.config)
@@ -137,6 +139,7 @@ def network_config(config: DiffusionConfig, facts: Facts) -> TransformerConfig |
         channels=facts.channels,
         classes=None if words or prompts is None else prompts.count,
         pooled=pooled,
+        videos=len(facts.usual) == 3,
     )
     if isinstance(found, UNetConfig):
         return found

@@ -1,6 +1,6 @@
 """Denoising as a task of the trainer.
 
-Shapes: B rows of a batch, X the shape of an example (H, W, C).
+Shapes: B rows of a batch, X the shape of an example: (H, W, C), of videos (F, H, W, C).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -183,20 +183,28 @@ ObjectiveOf = Callable[[tuple[int, ...]], Objective]
 
 
 def check_sizes(sizes: Sequence[Size], whole: TransformerConfig | UNetConfig) -> None:
-    """Refuse examples that a transformer's patches do not divide, before anything is compiled.
+    """Refuse examples of other axes than the network's, and such that a transformer's patches do
+    not divide, before anything is compiled.
 
     Raises:
       ConfigError: with the first such size.
     """
-    if isinstance(whole, UNetConfig):
-        return
-    patch = whole.patch
+    patch = (1, 1) if isinstance(whole, UNetConfig) else whole.patch
     for size in sizes:
+        if len(size) != len(patch):
+            said = " x ".join(map(str, size))
+            raise ConfigError(
+                f"the network draws videos, and examples are images of {said}; set data.frames to "
+                "how many are an example, such as 17, or to 1 for images"
+                if len(patch) == 3
+                else f"the network draws images, and examples are videos of {said}; leave "
+                "data.frames empty, or take a network of videos"
+            )
         if any(n % p for n, p in zip(size, patch, strict=True)):
             raise ConfigError(
-                f"images of {' x '.join(map(str, size))} do not divide into patches of "
+                f"examples of {' x '.join(map(str, size))} do not divide into patches of "
                 f"{' x '.join(map(str, patch))}; set model.patch to divisors, or "
-                "data.multiple to a multiple of the patch"
+                "data.multiple (of frames data.frames) to multiples of the patch"
             )
 
 
@@ -308,9 +316,15 @@ def grids(
         graph, state = nnx.split(network)
         images = drawn(graph, state, arrays, empty)
         if jax.process_index() == 0:
-            write_grid(folder / "images" / f"step-{step:07d}.png", to_pixels(images))
+            path = folder / "images" / f"step-{step:07d}.png"
+            write_grid(path, to_pixels(images), rate_of(config))
 
     return Samples(every=said.every, show=show)
+
+
+def rate_of(config: RunConfig) -> float:
+    """Frames per second at which the videos of a run are shown."""
+    return getattr(config.data, "rate", None) or 8.0
 
 
 def spread_captions(examples: Examples, count: int) -> list[str]:

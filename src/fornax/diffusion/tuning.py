@@ -1,13 +1,13 @@
-"""`tune`: a folder of diffusers, or a run, trained on other images, whole or by adapters.
+"""`tune`: a folder of diffusers, or a run, trained on other images or videos, whole or by adapters.
 
-Of a folder the images are encoded by its autoencoder and the captions by its text encoders, once;
-its denoiser is then trained on what is kept on disk, by the objective that its scheduler says.
+Of a folder these are encoded by its autoencoder and the captions by its text encoders, once; its
+denoiser is then trained on what is kept on disk, by the objective that its scheduler says.
 
 Shapes: X the shape of an example's latents.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,24 +23,28 @@ from fornax import adapters
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.price import PriceTable
 from fornax.config.progress import Progression, ProgressName
-from fornax.diffusion import run
 from fornax.diffusion.config import DiffusionTuneConfig, takes
 from fornax.diffusion.data import Cache, CachedExamples, EncodedConfig, Examples, Latents
+from fornax.diffusion.data.buckets import Size
 from fornax.diffusion.drawing import write_grid
 from fornax.diffusion.load import TunedRun, is_pipeline, open_tuned
 from fornax.diffusion.lora import save_lora
 from fornax.diffusion.methods import Denoise
 from fornax.diffusion.models import save_component
+from fornax.diffusion.models.autoencoders import Tiling, latent_moments
+from fornax.diffusion.models.transformer import TransformerConfig
 from fornax.diffusion.network import NAMES, Network
 from fornax.diffusion.objectives import Objective
 from fornax.diffusion.pipelines import ImageRequest, Pipeline, join, plan
-from fornax.diffusion.pipelines.families import FAMILIES
+from fornax.diffusion.pipelines.experts import Experts
 from fornax.diffusion.pipelines.load import open_parts, pipeline_of
+from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts
+from fornax.diffusion.run import opened, tuning_images, tuning_task
 from fornax.diffusion.setup import Facts, sizes_of
-from fornax.diffusion.task import check_sizes, examples_task, spread_captions
-from fornax.mesh import Rules, hosts, initialize, parse_dtype
-from fornax.train import PostTraining, RunDirectory, Samples, Task, TrainResult
+from fornax.diffusion.task import check_sizes, examples_task, rate_of, spread_captions
+from fornax.mesh import Rules, hosts, parse_dtype
+from fornax.train import PostTraining, Samples, Task, TrainResult
 from fornax.train import train as run_trainer
 from fornax.train.state import trained_of
 
@@ -48,8 +52,6 @@ __all__ = ["tune"]
 
 _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
-_MORE = ("Img2ImgPipeline", "InpaintPipeline", "ControlNetPipeline")
-"""Of the same networks, or refused by what they receive besides."""
 
 
 def tune(
@@ -60,7 +62,7 @@ def tune(
     progress: ProgressName | Progression = "auto",
     prices: PriceTable | None = None,
 ) -> TrainResult:
-    """Train a denoiser on, or adapters for it, on other images; or continue doing so, in `out`.
+    """Train a denoiser, or adapters for it, on other images or videos, or continue to, in `out`.
 
     With adapters the checkpoints hold nothing else; the base comes from `config.model` each time,
     and what loads the run merges them.
@@ -78,27 +80,16 @@ def tune(
       DataError: broken or small images, missing captions, latents that are not finite.
       ShardingError, CheckpointError, ClusterError: see `fornax.train.train`.
     """
-    before = open_tuned(config.model) if config.model else None
-    if before is None and not (config.model and is_pipeline(config.model)):
-        return run.tune(
-            config, out, accept_changes=accept_changes, progress=progress, prices=prices
-        )
-    initialize(config.processes)
-    config = replace(config, model=str(Path(config.model).expanduser().resolve()))
-    folder = Path(config.model) if before is None else before.folder
-    directory = RunDirectory(out)
-    with ExitStack() as stack:
-        hosts.decide(lambda: _open(directory, stack))
-        base = _base(config, folder)
-        splits = ["train"] if config.eval.every is None else ["train", "eval"]
-        examples = _examples(config, base, splits, directory.path)
-        task = _task(config, base, examples, directory.path)
-        train = examples["train"]
-        facts = Facts(channels=train.channels, sizes=sizes_of(train), prompts=None)
-        if jax.process_index() == 0:
-            facts.save(directory.path)
-        name = base.parts.denoiser
-        del base  # and the encoders with it
+    with opened(config, out) as directory:
+        if config.model:
+            config = replace(config, model=str(Path(config.model).expanduser().resolve()))
+        before = open_tuned(config.model) if config.model else None
+        if before is not None or (config.model and is_pipeline(config.model)):
+            folder = Path(config.model) if before is None else before.folder
+            task, facts = _pipeline_task(config, folder, directory.path)
+        else:
+            config, task, facts = tuning_task(config, directory.path)
+        facts.save(directory.path)
         result = run_trainer(
             config,
             directory,
@@ -107,20 +98,36 @@ def tune(
             progress=progress,
             prices=prices,
         )
-        if result.reason == "finished" and jax.process_count() == 1:
-            _write(TunedRun(path=directory.path, config=config), name)
+        made = open_tuned(directory.path)
+        if result.reason == "finished" and made is not None:
+            _write(made)
         return result
 
 
-def _write(run: TunedRun, name: str) -> None:
-    """The adapters, or the whole denoiser, as diffusers reads them."""
+def _pipeline_task(
+    config: DiffusionTuneConfig, folder: Path, out: Path
+) -> tuple[Task[Network], Facts]:
+    """The task of tuning a folder's denoiser, and the facts of its data. The encoders are used
+    here, and are not in it."""
+    base = _base(config, folder)
+    splits = ["train"] if config.eval.every is None else ["train", "eval"]
+    examples = _examples(config, base, splits, out)
+    train = examples["train"]
+    facts = Facts(channels=train.channels, sizes=sizes_of(train), prompts=None)
+    return _task(config, base, examples, out), facts
+
+
+def _write(run: TunedRun) -> None:
+    """The adapters, or the whole denoiser, as diffusers reads them: each process reads the
+    checkpoint, and process 0 writes."""
     parts = open_parts(run.folder)
+    name = parts.denoiser
     denoiser: Any = parts.module(name, dtype=run.config.dtypes.param_dtype)
     network = run.restore(Network(denoiser, None, takes(denoiser.config)), merge=False)
     if run.config.lora is not None:
-        save_lora(network.denoiser, run.path / "lora", name)
+        hosts.decide(lambda: save_lora(network.denoiser, run.path / "lora", name))
     else:
-        save_component(network.denoiser, run.path / name, overwrite=True)
+        hosts.decide(lambda: save_component(network.denoiser, run.path / name, overwrite=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +139,36 @@ class _Base:
     network: Network
 
     @property
-    def patch(self) -> int:
-        """Latents of a patch's side."""
-        return getattr(self.network.denoiser.config, "patch", (1,))[0]
+    def patch(self) -> tuple[int, ...]:
+        """Latents of a patch along each axis of an example."""
+        axes = 2 if self.pipeline.frames is None else 3
+        return getattr(self.network.denoiser.config, "patch", (1,) * axes)
 
     @property
     def factor(self) -> int:
         """Pixels of a latent's side."""
-        return self.pipeline.multiple // self.patch
+        return self.pipeline.multiple // self.patch[-1]
+
+    def latent_size(self, size: Size) -> Size:
+        """Of an example in pixels, that of its latents.
+
+        Raises:
+          ConfigError: one that the model does not draw.
+        """
+        *count, height, width = size
+        frames = self.pipeline.frames
+        if (frames is None) == bool(count):
+            check_sizes([size], self.network.denoiser.config)  # which says so
+        self.pipeline.check_size((height, width))
+        place = (height // self.factor, width // self.factor)
+        return place if frames is None else (frames.latent(count[0]), *place)
 
 
 def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
     """The folder's pipeline, its denoiser in the dtypes of the run.
 
     Raises:
-      ConfigError: a pipeline that is not tuned here, or a method that is not.
+      ConfigError: a pipeline that draws from more than a prompt, or a method that is not for it.
     """
     if not isinstance(config.method, Denoise):
         raise ConfigError(
@@ -156,9 +178,6 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
     dtype = None if config.encode.dtype is None else parse_dtype(config.encode.dtype)
     dtypes = {"dtype": config.dtypes.param_dtype, "compute_dtype": config.dtypes.compute_dtype}
     parts = open_parts(folder, dtype)
-    if (name := str(parts.index["_class_name"])) not in FAMILIES:
-        tuned = ", ".join(n for n in FAMILIES if not n.endswith(_MORE))
-        raise ConfigError(f"{folder}: {name} is drawn with, and not tuned; use one of {tuned}")
     denoiser: Any = parts.module(parts.denoiser, **dtypes)
     network = Network(denoiser, None, takes(denoiser.config))
     before = open_tuned(config.model)
@@ -166,12 +185,8 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
         network = before.restore(network)
     parts = open_parts(folder, dtype, denoiser=network.denoiser)
     pipeline = pipeline_of(parts)
-    if pipeline.fills or pipeline.follows:
-        what = "a mask and a masked picture" if pipeline.fills else "an image to follow"
-        raise ConfigError(
-            f"{folder} draws from {what}, which images with captions do not have; tune the model "
-            "that it was made of"
-        )
+    if why := _not_tuned(pipeline):
+        raise ConfigError(f"{folder} {why}")
     if config.lora is not None and config.lora.dora:
         raise ConfigError(
             "lora.dora has magnitudes, which files of adapters for diffusers are not written with; "
@@ -185,6 +200,25 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
     return _Base(parts=parts, pipeline=pipeline, network=network)
 
 
+def _not_tuned(pipeline: Pipeline) -> str | None:
+    """Why a model is not tuned on what has captions alone; None where it is."""
+    if isinstance(pipeline.denoiser, Experts):
+        return (
+            "has two networks, each for a part of the times, and one network is tuned here; tune "
+            "one of the models that have a single one, such as Wan 2.1"
+        )
+    more = {
+        "a mask and a masked picture": pipeline.fills,
+        "an image to follow": pipeline.follows,
+        "a first frame": pipeline.frames is not None and pipeline.frames.begin is not None,
+    }
+    what = next((what for what, there in more.items() if there), None)
+    return what and (
+        f"draws from {what}, which examples with captions do not have; tune the model that it was "
+        "made of"
+    )
+
+
 def _examples(
     config: DiffusionTuneConfig, base: _Base, splits: Sequence[str], out: Path
 ) -> dict[str, Examples]:
@@ -194,21 +228,19 @@ def _examples(
       DataError: they do not fit the model, or cannot be encoded.
       ConfigError: sizes that it does not draw.
     """
-    found = {split: run.tuning_images(config, split) for split in splits}
+    found = {split: tuning_images(config, split) for split in splits}
     if isinstance(config.data, EncodedConfig):
         _check_encoded(config.data, base, found["train"])
         return found
     latents = _latents(config, base)
     cache = Cache(Path(config.encode.cache or out / "encoded").expanduser())
-    encode, read = _encode_with(base.parts), _read_with(base.pipeline)
+    encode, read = _encode_with(config, base), _read_with(base.pipeline)
     for split, images in found.items():
         if images.channels != base.pipeline.channels:
             raise DataError(
                 f"the model draws images of {base.pipeline.channels} channels, and these have "
                 f"{images.channels}; set data.channels to {base.pipeline.channels}"
             )
-        for size in images.sizes:
-            base.pipeline.check_size(size)
         flip = split == "train" and getattr(config.data, "flip", False)
         one = CachedExamples(images, cache, latents, flip=flip)
         hosts.decide(lambda one=one: list(one.fill(encode, read)))
@@ -219,41 +251,72 @@ def _examples(
 def _latents(config: DiffusionTuneConfig, base: _Base) -> Latents:
     """What images and captions become."""
     pipeline, parts, dtype = base.pipeline, base.parts, str(config.encode.dtype)
+    tile = "" if config.encode.tile is None else f" {config.encode.tile}"
     guidance = 1.0 if config.encode.guidance is None else config.encode.guidance
     fixed = {"guidance": np.asarray(guidance, np.float32)}
     encoders = parts.fingerprint(*_ENCODERS, *_TOKENIZERS)
     return Latents(
-        factor=base.factor,
+        size=base.latent_size,
         channels=pipeline.latent_shape(pipeline.size)[-1],
-        images_key=f"{parts.fingerprint('vae')} {dtype}",
+        images_key=f"{parts.fingerprint('vae')} {dtype}{tile}",
         texts_key=f"{encoders} {parts.index['_class_name']} {dtype}",
         fixed=fixed if pipeline.guidance == "embedded" else {},
-        sizes="sizes_BN" in base.network.takes,
+        sizes=_sizes(config, base),
         draw=config.encode.latents == "sample",
     )
 
 
-def _encode_with(parts: Parts) -> Callable[[NDArray[np.float32]], dict[str, NDArray[Any]]]:
-    """An image to the mean and deviation of its latents, as the denoiser is given them."""
-    graph, state = nnx.split(parts.module("vae"))
+def _sizes(
+    config: DiffusionTuneConfig, base: _Base
+) -> Callable[[tuple[int, ...]], Sequence[float]] | None:
+    """What the denoiser receives of an image's own size and cut, or of a video's rate.
+
+    Raises:
+      ConfigError: a denoiser that receives the rate, of data that has none.
+    """
+    if "sizes_BN" not in base.network.takes:
+        return None
+    frames = base.pipeline.frames
+    if frames is not None and frames.sizes is not None:
+        rate = getattr(config.data, "rate", None)
+        if rate is None:
+            raise ConfigError(
+                f"{base.parts.folder} receives the frames per second of a video; set data.rate, such "
+                f"as {frames.rate:g}"
+            )
+        told = frames.sizes(rate)
+        return lambda frame: told
+    if isinstance(base.network.denoiser.config, TransformerConfig):
+        # PixArt's: the image's own size, and the aspect of what was cut out (Chen et al. 2023).
+        return lambda frame: (*frame[:2], frame[4] / frame[5])
+    return lambda frame: frame
+
+
+def _encode_with(
+    config: DiffusionTuneConfig, base: _Base
+) -> Callable[[NDArray[np.float32]], dict[str, NDArray[Any]]]:
+    """An image or video to the moments of its latents, as the denoiser is given them."""
+    vae = base.parts.module("vae")
+    graph, state = nnx.split(vae if base.pipeline.frames is not None else of_images(vae))
+    tiling = None if config.encode.tile is None else Tiling(size=config.encode.tile)
 
     @jax.jit
-    def run(state: Any, image_HWC: jax.Array) -> dict[str, jax.Array]:
-        vae: Any = nnx.merge(graph, state)
-        found = vae.encode(image_HWC[None])
-        mean = vae.scaled(found.mean_BHWC)
-        deviation = jnp.exp(0.5 * found.logvar_BHWC)
-        # Scaling is affine.
-        return {"mean": mean[0], "deviation": (vae.scaled(deviation) - vae.scaled(0 * mean))[0]}
+    def run(state: Any, x_X: jax.Array) -> dict[str, jax.Array]:
+        mean_BX, deviation_BX = latent_moments(nnx.merge(graph, state), x_X[None], tiling)
+        found = {"mean": mean_BX[0]}
+        return found if deviation_BX is None else {**found, "deviation": deviation_BX[0]}
 
-    return lambda image: jax.tree.map(np.asarray, run(state, image))
+    return lambda x_X: jax.tree.map(np.asarray, run(state, x_X))
 
 
 def _read_with(pipeline: Pipeline) -> Callable[[str | None], dict[str, NDArray[Any]]]:
-    """A caption to its states; sizes and guidance are of the example."""
+    """A caption to its states, none to those that guidance compares with; sizes and guidance are of
+    the example."""
+    empty = pipeline.encode_negative or pipeline.encode
 
     def read(caption: str | None) -> dict[str, NDArray[Any]]:
-        condition = pipeline.encode([caption], pipeline.size, 1.0)
+        encode = empty if caption is None else pipeline.encode
+        condition = encode([caption], pipeline.size, 1.0)
         given = {name: getattr(condition, field) for name, field in NAMES.items()}
         return {
             name: np.asarray(array[0])
@@ -296,7 +359,8 @@ def _task(
     network, scheduler, patch = base.network, base.parts.scheduler, base.patch
 
     def objective_of(shape: tuple[int, ...]) -> Objective:
-        return config.objective or scheduler.objective(shape[0] * shape[1] // patch**2)
+        patches = math.prod(n // p for n, p in zip(shape, patch, strict=False))
+        return config.objective or scheduler.objective(patches)
 
     def build(rngs: nnx.Rngs) -> Network:
         copy = nnx.clone(network)
@@ -330,13 +394,17 @@ def _grids(
     if said.every is None:
         return None
     prompts = list(said.prompts) or spread_captions(examples, said.count)
-    height, width = examples.sizes[int(np.bincount(examples.bucket).argmax())]
+    *count, height, width = examples.sizes[int(np.bincount(examples.bucket).argmax())]
+    frames = pipeline.frames
+    rate = rate_of(config) if frames is None else getattr(config.data, "rate", None) or frames.rate
     jobs = [
         plan(
             pipeline,
             ImageRequest(
                 prompt=prompts[i % len(prompts)],
                 size=(height * base.factor, width * base.factor),
+                frames=None if frames is None else 1 + (count[0] - 1) * frames.factor,
+                rate=None if frames is None else rate,
                 steps=said.steps,
                 guidance=None if pipeline.guidance == "none" else said.guidance,
                 sampler=said.sampler,
@@ -358,7 +426,7 @@ def _grids(
         latents = drawn(graph, state, job.arrays)
         if jax.process_index() == 0:
             images = pipeline.images(jnp.asarray(np.asarray(latents)))
-            write_grid(folder / "images" / f"step-{step:07d}.png", images)
+            write_grid(folder / "images" / f"step-{step:07d}.png", images, rate)
 
     return Samples(every=said.every, show=show)
 
@@ -366,8 +434,3 @@ def _grids(
 def _released(prompts: Any, size: Any, guidance: float) -> Any:
     """In place of text encoders that are not needed any more."""
     raise ValueError("the text encoders were released: prompts are encoded before the first step")
-
-
-def _open(directory: RunDirectory, stack: ExitStack) -> None:
-    """Make the directory and lock it until the run ends."""
-    stack.enter_context(directory)

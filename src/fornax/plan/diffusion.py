@@ -11,7 +11,7 @@ import numpy as np
 from fornax.diffusion.config import DiffusionConfig
 from fornax.diffusion.network import Network
 from fornax.diffusion.samplers import SAMPLERS
-from fornax.diffusion.setup import Facts
+from fornax.diffusion.setup import Facts, network_config
 from fornax.plan.cost.step import predict_step
 from fornax.plan.denoiser import conditions, planned_batch, planned_facts, planned_task
 from fornax.plan.facts import Hardware, Plan, ProgramReport, Run, Speed
@@ -166,8 +166,7 @@ def _hardware(config: DiffusionConfig, topology: Topology) -> Hardware:
 
 def _run(config: DiffusionConfig, facts: Facts, traced: TracedStep, topology: Topology) -> Run:
     """What would run; a row's tokens are its patches."""
-    patch = getattr(getattr(config.model, "config", None), "patch", None)
-    patch = patch or (getattr(config.model, "patch", 1),) * len(facts.usual)
+    patch = getattr(network_config(config, facts), "patch", (1,) * len(facts.usual))
     tokens = math.prod(n // p for n, p in zip(facts.usual, patch, strict=True))
     sizes = {axis: size for axis, size in traced.mesh.items() if size > 1}
     return Run(

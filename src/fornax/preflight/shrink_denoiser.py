@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from fornax.diffusion.config import DiffusionConfig, DiT, ModelConfig, Transformer
-from fornax.diffusion.data import EncodedConfig, LettersConfig
+from fornax.diffusion.data import EncodedConfig, ImageData, ImagesConfig, LettersConfig
 from fornax.diffusion.models.transformer import BlockConfig, RopeConfig, Run, TransformerConfig
 from fornax.diffusion.models.transformer.config import SinCosConfig
 from fornax.diffusion.models.unet import UNetConfig
@@ -61,7 +61,7 @@ def shrink_denoiser(config: DiffusionConfig, quick: bool) -> Shrunk[DiffusionCon
         data = dataclasses.replace(
             data,
             path="",
-            shape=(*_grid(model), data.shape[-1]),
+            shape=(*_grid(model, data), data.shape[-1]),
             text_length=data.text_length and _TOKENS,
             text_width=data.text_width and _text_width(model),
             pooled_width=data.pooled_width and _TEXT,
@@ -222,10 +222,16 @@ def _text_width(model: ModelConfig) -> int:
     return whole.text.width if whole is not None and whole.text is not None else _TEXT
 
 
-def _grid(model: ModelConfig) -> tuple[int, ...]:
+def _has_frames(data: ImageData) -> bool:
+    return isinstance(data, ImagesConfig) and bool(data.frames)
+
+
+def _grid(model: ModelConfig, data: ImageData) -> tuple[int, ...]:
     """Places of an example: a few patches along each axis."""
     if isinstance(model, DiT):
-        return (_PATCHES * model.patch,) * 2
+        videos = len(data.shape) == 4 if isinstance(data, EncodedConfig) else _has_frames(data)
+        frames = (_PATCHES // 2 * model.frame_patch,) if videos else ()
+        return (*frames, *(_PATCHES * model.patch,) * 2)
     if isinstance(model, Transformer):
         frames, patch = model.config.patch[:-2], model.config.patch[-2:]
         return (*(_PATCHES // 2 * n for n in frames), *(_PATCHES * n for n in patch))
@@ -238,5 +244,5 @@ def example_shape(config: DiffusionConfig) -> tuple[int, ...]:
     if isinstance(data, EncodedConfig):
         return data.shape
     if isinstance(data, LettersConfig):
-        return (*_grid(config.model), 3 if data.colour else 1)
-    return (*_grid(config.model), data.channels)
+        return (*_grid(config.model, data), 3 if data.colour else 1)
+    return (*_grid(config.model, data), data.channels)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from PIL import Image
 from tests.caches import fresh_cache
 
 from fornax.diffusion.load import load_run
+from fornax.diffusion.pipelines.clips import encode_video
 
 WORDS = [
     *("--model.num-layers", "1", "--model.num-heads", "1", "--model.head-dim", "16"),
@@ -27,9 +28,9 @@ WORDS = [
 ]
 
 
-def _start(images: Path, run: Path, cache: str) -> subprocess.Popen:
+def _start(images: Path, run: Path, cache: str, more: Sequence[str]) -> subprocess.Popen:
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    words = ["diffusion", "train", "--data", str(images), "--run-dir", str(run), *WORDS]
+    words = ["diffusion", "train", "--data", str(images), "--run-dir", str(run), *WORDS, *more]
     return subprocess.Popen(
         [sys.executable, "-m", "fornax", *words],
         env={**kept, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "FORNAX_CACHE_DIR": cache},
@@ -53,31 +54,37 @@ def _steps(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "frames", [(), pytest.param(("--data.frames", "3", "2"), marks=pytest.mark.exhaustive)]
+)
 def test_a_killed_run_goes_on_to_the_bit(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    frames: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In buckets of three aspects, which the kill leaves half full."""
+    """In buckets of three aspects, of videos of two lengths too, which the kill leaves half
+    full."""
     images = tmp_path / "images"
     images.mkdir()
     random = np.random.default_rng(0)
     for number in range(11):
         size = [(32, 32, 3), (16, 64, 3), (64, 16, 3)][number % 3]
-        Image.fromarray(random.integers(0, 256, size, np.uint8)).save(images / f"{number}.png")
+        count = 2 + number % 2 if frames else 1
+        video = random.integers(0, 256, (count, *size), np.uint8)
+        (images / f"{number}.png").write_bytes(encode_video(video, "png", 8))
         (images / f"{number}.txt").write_text(f"noise {number}")
     cache = fresh_cache(tmp_path_factory.mktemp("cache"))
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = _start(images, whole, cache)
+    process = _start(images, whole, cache, frames)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
 
-    process = _start(images, killed, cache)
+    process = _start(images, killed, cache, frames)
     while process.poll() is None and not any(step >= 25 for step in _steps(killed)):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert max(_steps(killed)) < 300
-    process = _start(images, killed, cache)
+    process = _start(images, killed, cache, frames)
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
 

@@ -12,7 +12,8 @@ from fornax.diffusion.config import DiffusionConfig, DiffusionTuneConfig
 from fornax.diffusion.letters import Letters
 from fornax.diffusion.load import load_run
 from fornax.diffusion.rollouts import letters_reward
-from fornax.diffusion.run import train, tune
+from fornax.diffusion.run import train
+from fornax.diffusion.tuning import tune
 
 TEACHER = {
     "data": {"type": "letters", "count": 64, "holdout": 8},

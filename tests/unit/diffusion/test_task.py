@@ -19,15 +19,26 @@ from fornax.checkpoint import CheckpointConfig, Checkpointer
 from fornax.config import load
 from fornax.config.errors import ConfigError, DataError
 from fornax.data import Hosts
-from fornax.diffusion.config import DiffusionConfig, DiffusionTuneConfig, DiT, SampleConfig
-from fornax.diffusion.data import LettersConfig, open_examples
+from fornax.diffusion.config import (
+    DiffusionConfig,
+    DiffusionTuneConfig,
+    DiT,
+    SampleConfig,
+    Transformer,
+)
+from fornax.diffusion.data import ImagesConfig, LettersConfig, open_examples
+from fornax.diffusion.drawing import to_pixels
 from fornax.diffusion.exporting import export_denoiser
+from fornax.diffusion.letters import Letters
 from fornax.diffusion.load import load_run
 from fornax.diffusion.objectives import Objective, example_noise
+from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan
+from fornax.diffusion.pipelines.clips import encode_video
 from fornax.diffusion.prompts import LabelsConfig, Prompts, WordsConfig
-from fornax.diffusion.run import train, tune
+from fornax.diffusion.run import train
 from fornax.diffusion.setup import facts_of
 from fornax.diffusion.task import diffusion_task
+from fornax.diffusion.tuning import tune
 from fornax.mesh import MeshConfig
 from fornax.optim import EMA, AdamW, Constant, OptimConfig
 from fornax.optim.tree import flatten
@@ -170,6 +181,88 @@ def test_many_devices_make_the_steps_of_one(tmp_path: Path) -> None:
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2, atol=5e-4), params, params8
         )
+
+
+def _moving(folder: Path, count: int = 12) -> ImagesConfig:
+    """Grey letters that move to the right, in videos of five and of nine frames."""
+    folder.mkdir()
+    letters = Letters(count=count)
+    for number in range(count):
+        frames = 5 if number % 2 else 9
+        still = to_pixels(letters[number].image)
+        video = np.stack([np.roll(still, 2 * f, 1) for f in range(frames)])
+        (folder / f"{number:02d}.png").write_bytes(encode_video(video, "png", 8))
+        (folder / f"{number:02d}.txt").write_text(letters[number].prompt)
+    return ImagesConfig(
+        path=str(folder), channels=1, resolution=16, multiple=8, frames=(5, 9), threads=1
+    )
+
+
+VIDEOS = dataclasses.replace(
+    CONFIG,
+    model=DiT(num_layers=1, num_heads=2, head_dim=8, patch=4, text="joint"),
+    batch_size=4,
+    eval=EvalConfig(),
+)
+
+
+@pytest.mark.slow
+def test_videos_train_resume_to_the_bit_and_are_drawn(tmp_path: Path) -> None:
+    """In buckets of two lengths; the grids are animated, and the run draws other lengths too."""
+    config = dataclasses.replace(VIDEOS, data=_moving(tmp_path / "clips"))
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(config, whole, progress="none")
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "4")
+    train(config, again, progress="none")
+    assert _records(again) == _records(whole)
+    one, other = load_run(whole), load_run(again)
+    jax.tree.map(np.testing.assert_array_equal, _params(one), _params(other))
+    with Image.open(whole / "images" / "step-0000004.png") as picture:
+        assert picture.n_frames in (5, 9)
+    assert {shape[0] for shape in one.shapes} == {5, 9}
+    pipeline = load_pipeline(whole)
+    request = ImageRequest(prompt="bold sans", frames=7, steps=2)
+    videos = pipeline.images(pipeline.run(plan(pipeline, request)))
+    assert videos.shape == (1, 7, 16, 16, 1)
+    assert encode_video(videos[0], "gif", 8).startswith(b"GIF")
+    images = dataclasses.replace(config, data=dataclasses.replace(config.data, frames=(1,)))
+    assert np.isfinite(train(images, tmp_path / "images", progress="none").metrics["loss"])
+    wrong = dataclasses.replace(config, data=LettersConfig(count=8), model=_of_videos())
+    with pytest.raises(ConfigError, match="draws videos, and examples are images of 16 x 16"):
+        train(wrong, tmp_path / "wrong", progress="none")
+
+
+def _of_videos() -> Transformer:
+    whole = VIDEOS.model.transformer(channels=1, classes=None, pooled=16, videos=True)
+    return Transformer(config=whole)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_videos_on_any_mesh_have_the_loss_of_one_device(tmp_path: Path) -> None:
+    """Their length divided over devices, alone and beside rows, heads and weights."""
+    data = _moving(tmp_path / "clips")
+    found = []
+    for mesh, devices in (
+        (MeshConfig(data=1), 1),
+        (MeshConfig(data=1, context=4), 4),
+        (MeshConfig(data=1, fsdp=2, tensor=2, context=2), 8),
+    ):
+        config = dataclasses.replace(VIDEOS, data=data, mesh=mesh)
+        task, programs, state = _started(config, tmp_path, devices)
+        stream = task.batches("train", programs.hosts)
+        shapes = set()
+        for _ in range(3):
+            batch = next(stream)
+            shapes.add(batch["images"].shape)
+            state, metrics = programs.step(state, batch)
+        stream.close()
+        assert len(shapes) == 2
+        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    for loss, norm in found[1:]:
+        assert loss == pytest.approx(found[0][0], rel=1e-4)
+        assert norm == pytest.approx(found[0][1], rel=1e-3)
 
 
 def test_noise_of_a_batch_is_that_of_its_examples_and_step() -> None:

@@ -1,6 +1,8 @@
 """Folders of diffusers tuned on photos: what is cached, trained, written, drawn and refused."""
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +28,18 @@ from fornax.diffusion.data import (
     WithPrior,
     open_examples,
 )
+from fornax.diffusion.models import create
+from fornax.diffusion.models.autoencoders import (
+    AUTOENCODER_DC,
+    AUTOENCODER_KL_WAN,
+    DeepCompressionConfig,
+    WanAutoencoderConfig,
+    latent_moments,
+)
 from fornax.diffusion.objectives import Chain, Objective
 from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_adapters
+from fornax.diffusion.pipelines.clips import encode_video
+from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.tuning import tune
 from fornax.optim import Constant, OptimConfig
 
@@ -173,11 +185,137 @@ def test_what_does_not_fit_a_folder_is_refused(changes, said, sd, photos, tmp_pa
         tune(config_of(sd, photos, **changes), tmp_path / "run", progress="none")
 
 
-def test_a_folder_that_is_only_drawn_with_is_refused(photos, tmp_path):
-    (tmp_path / "wan").mkdir()
-    (tmp_path / "wan" / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    with pytest.raises(ConfigError, match=r"not tuned; use one of StableDiffusionPipeline, "):
-        tune(config_of(tmp_path / "wan", photos), tmp_path / "run", progress="none")
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like Wan 2.1's, whose videos have 1 + 2 n frames."""
+    return write_folder(tmp_path_factory.mktemp("videos") / "wan", "wan")
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Videos of two lengths and two aspects with captions."""
+    folder = tmp_path_factory.mktemp("clips")
+    for number in range(4):
+        shape = (5 + 4 * (number % 2), 16, 16 + 8 * (number // 2), 3)
+        video = RNG.integers(0, 256, shape, np.uint8)
+        (folder / f"{number}.png").write_bytes(encode_video(video, "png", 8))
+        (folder / f"{number}.txt").write_text(f"a {'fox' if number % 3 else 'hare'}")
+    return folder
+
+
+def of_clips(path: Path, **changes) -> ImagesConfig:
+    """Buckets of five and nine frames, square and wide."""
+    fields = {"resolution": 16, "multiple": 4, "upscale": True, "threads": 1, "frames": (5, 9)}
+    return ImagesConfig(path=str(path), **{**fields, **changes})
+
+
+@pytest.mark.slow
+def test_videos_are_encoded_once_and_tune_a_folder(wan, clips, tmp_path):
+    """The cached latents are the autoencoder's; the file of adapters draws what the run does, and
+    the grid of samples is animated."""
+    config = config_of(
+        wan,
+        clips,
+        data=of_clips(clips),
+        lora=LoRA(rank=2),
+        batch_size=8,
+        sample=SampleConfig(every=2, count=1, steps=1),
+    )
+    assert tune(config, tmp_path / "run", progress="none").step == 2
+    base, run = load_pipeline(wan), load_pipeline(tmp_path / "run")
+    stored = [load_file(f) for f in (tmp_path / "run" / "encoded").rglob("*.safetensors")]
+    means = [arrays["mean"] for arrays in stored if "mean" in arrays]
+    assert len(means) == 4
+    assert base.parts is not None
+    vae = base.parts.module("vae")
+    examples = open_examples(of_clips(clips), "train")
+    for index in range(4):
+        mean = np.asarray(vae.latents(examples.get(index)[0][None], chunk=None))[0]
+        assert any(m.shape == mean.shape and np.allclose(m, mean, atol=1e-4) for m in means)
+    merged = with_adapters(load_pipeline(wan), merged=(str(tmp_path / "run" / "lora"),))
+    request = ImageRequest(prompt="a fox", size=(16, 16), frames=5, steps=1, guidance=1.0)
+    found, same, plain = (np.asarray(p.run(plan(p, request))) for p in (run, merged, base))
+    assert found.shape == (1, 3, 8, 8, 4)
+    np.testing.assert_allclose(same, found, atol=1e-4 * np.abs(found).max())
+    assert np.abs(found - plain).max() > 1e-3 * np.abs(plain).max()
+    with Image.open(tmp_path / "run" / "images" / "step-0000002.png") as picture:
+        assert picture.n_frames in (5, 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"frames": (4,)}, r"frames=4: this model draws 1 \+ 2 n frames; use 5"),
+        ({"multiple": 2, "resolution": 14}, "must be multiples of 4"),
+        ({"frames": ()}, "draws videos, and examples are images of .*set data.frames"),
+    ],
+)
+def test_videos_that_do_not_fit_a_folder_are_refused(changes, said, wan, clips, tmp_path):
+    data = of_clips(clips, **{"max_aspect": 1.0, **changes})
+    with pytest.raises(ConfigError, match=said):
+        tune(config_of(wan, clips, data=data), tmp_path / "run", progress="none")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, tmp_path):
+    with pytest.raises(ConfigError, match="draws images, and examples are videos of 5 x 16 x 16"):
+        tune(config_of(sd, clips, data=of_clips(clips)), tmp_path / "a", progress="none")
+    index = json.loads((wan / "model_index.json").read_text())
+    for name, more, said in (
+        ("first", {"_class_name": "WanImageToVideoPipeline"}, "draws from a first frame"),
+        ("two", {"transformer_2": index["transformer"], "boundary_ratio": 0.9}, "has two networks"),
+    ):
+        other = tmp_path / name
+        shutil.copytree(wan, other)
+        shutil.copytree(wan / "transformer", other / "transformer_2")
+        (other / "model_index.json").write_text(json.dumps({**index, **more}))
+        with pytest.raises(ConfigError, match=said):
+            tune(config_of(other, clips, data=of_clips(clips)), tmp_path / "b", progress="none")
+
+
+def test_sizes_and_moments_are_those_of_each_family(sd):
+    """Latents that are no distribution have no deviation; an image in a video's autoencoder is a
+    video of one frame."""
+    dc = create(
+        AUTOENCODER_DC,
+        DeepCompressionConfig(
+            latent_channels=4,
+            head_dim=4,
+            encoder_channels=(4, 8),
+            decoder_channels=(4, 8),
+            encoder_blocks=("ResBlock",) * 2,
+            decoder_blocks=("ResBlock",) * 2,
+            encoder_layers=(1, 1),
+            decoder_layers=(1, 1),
+            encoder_scales=((), ()),
+            decoder_scales=((), ()),
+            decoder_activations=("silu",) * 2,
+            scale=0.5,
+        ),
+    )
+    image = RNG.uniform(-1, 1, (1, 8, 8, 3)).astype(np.float32)
+    mean, deviation = latent_moments(dc, image)
+    assert deviation is None
+    np.testing.assert_allclose(mean, dc.latents(image), rtol=1e-6)
+    wan = create(
+        AUTOENCODER_KL_WAN,
+        WanAutoencoderConfig(
+            channels=4,
+            multipliers=(1, 2),
+            layers=1,
+            temporal=(True,),
+            latent_channels=2,
+            mean=(0.5, -0.5),
+            deviation=(2.0, 4.0),
+        ),
+    )
+    noise = RNG.normal(size=(1, 1, 4, 4, 2)).astype(np.float32)
+    mean, deviation = latent_moments(of_images(wan), image)
+    assert deviation is not None
+    drawn = wan.latents(image[:, None], noise)
+    np.testing.assert_allclose(mean + deviation * noise[:, 0], drawn[:, 0], atol=1e-5)
 
 
 @pytest.mark.slow

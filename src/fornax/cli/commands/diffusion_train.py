@@ -14,14 +14,15 @@ from fornax.config.run_paths import default_run_dir
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments(TrainingArguments):
-    """Train a diffusion or flow model on images, or resume a run that was stopped.
+    """Train a diffusion or flow model on images or videos, or resume a run that was stopped.
 
     --data is a folder of images with captions (a .txt file for each, or metadata.jsonl), Parquet
-    files, or tar files of WebDataset. Every key of the config is a flag too. Grids of samples by
+    files, or tar files of WebDataset; with --data.frames of videos. Every key of the config is a flag too. Grids of samples by
     step are in the run's images/, and on the page of fornax ui.
 
     examples:
       fornax diffusion train --data images/ --model.num-layers 6 --run-dir runs/mine
+      fornax diffusion train --data clips/ --data.frames 9 17 --data.rate 8
       fornax diffusion train --data.type letters --data.colour --model.patch 4
       fornax diffusion train --config run.yaml --optim.learning-rate 1e-4
       fornax diffusion train --help-config data

@@ -18,13 +18,14 @@ class Arguments(TrainingArguments):
     """Fine-tune a diffusion model on images, or train adapters (LoRA) for it.
 
     --model is a diffusers folder, or a run directory, whose captions are of words that
-    it knows; --data is as of fornax diffusion train. Images and captions are encoded once. Every
-    key of the config is a flag too. What it makes is loaded like any run: adapters are merged.
+    it knows; --data is as of fornax diffusion train. Images, or videos with --data.frames, and
+    captions are encoded once. Every key of the config is a flag too. What it makes is loaded like any run: adapters are merged.
 
     examples:
       fornax diffusion tune --model sdxl/ --data photos/ --lora.rank 16 --out runs/photos
       fornax diffusion tune --model sdxl/ --data rex/ --data.prompt "a photo of sks dog" \\
         --prior.path dogs/ --prior.prompt "a photo of a dog"
+      fornax diffusion tune --model wan/ --data clips/ --data.frames 17 33 --lora.rank 16
       fornax diffusion tune --help-config lora
     """
 

@@ -1,4 +1,4 @@
-"""Images with captions to train diffusion models on: letters, folders, Parquet, WebDataset."""
+"""Images and videos with captions to train diffusion models on, from fonts and from files."""
 
 from fornax.diffusion.data.cached import Cache, CachedExamples, Latents
 from fornax.diffusion.data.config import EncodedConfig, ImageData, ImagesConfig, LettersConfig

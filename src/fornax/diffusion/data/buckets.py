@@ -11,10 +11,10 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["Size", "assign", "bucket_sizes", "covers", "fitted"]
+__all__ = ["Size", "assign", "bucket_sizes", "coloured", "covers", "fitted", "upright_size"]
 
-Size = tuple[int, int]
-"""(height, width) in pixels."""
+Size = tuple[int, ...]
+"""(height, width) in pixels; of the examples of videos (frames, height, width)."""
 
 
 def bucket_sizes(resolution: int, multiple: int, max_aspect: float) -> list[Size]:
@@ -56,3 +56,19 @@ def fitted(image: "Image", size: Size) -> "Image":
 def covers(image: Size, bucket: Size) -> bool:
     """Whether the image has the pixels of the bucket along both sides."""
     return image[0] >= bucket[0] and image[1] >= bucket[1]
+
+
+def coloured(image: "Image", channels: int) -> "Image":
+    """The image in grey (1 channel) or colour (3), on white where it is transparent."""
+    from PIL import Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def upright_size(image: "Image") -> Size:
+    """Height and width once the image is turned as its head says (EXIF)."""
+    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    return (image.width, image.height) if turned else (image.height, image.width)

@@ -1,9 +1,11 @@
-"""Images as latents and captions as states of text encoders, computed once and kept on disk.
+"""Images or videos as latents and captions as states of text encoders, computed once and kept on
+disk.
 
 A file is named by the hash of what it was computed from: the image's file, its size, whether it is
-mirrored, and the weights of the encoder. So a cache serves any number of runs, and is never stale.
+mirrored, of a video which frames, and the weights of the encoder. So a cache serves any number of
+runs, and is never stale.
 
-Shapes: H and W of latents, C their channels.
+Shapes: X of latents: H, W and channels C, of videos F before them.
 """
 
 import hashlib
@@ -81,21 +83,23 @@ class Latents:
     """What a denoiser of latents is given.
 
     Attributes:
-      factor: pixels of a latent's side.
+      size: of an example in pixels, that of its latents. Raises ConfigError where there is none.
       channels: of latents.
       images_key: changes when the autoencoder does.
       texts_key: changes when the text encoders do.
       fixed: what conditions every example alike, by the names of `Network.condition`.
-      sizes: whether the denoiser receives the sizes of an image in pixels (`Examples.frame`).
-      draw: whether latents are drawn of their distribution; else they are its mean.
+      sizes: the numbers that the denoiser receives of `Examples.frame`; None where it receives
+        none.
+      draw: whether latents are drawn of their distribution, where they are one; else they are its
+        mean.
     """
 
-    factor: int
+    size: Callable[[Size], Size]
     channels: int
     images_key: str
     texts_key: str
     fixed: Mapping[str, NDArray[Any]]
-    sizes: bool
+    sizes: Callable[[tuple[int, ...]], Sequence[float]] | None
     draw: bool
 
 
@@ -114,8 +118,7 @@ class CachedExamples:
         self._images, self._cache, self._latents = images, cache, latents
         self._views = (False, True) if flip else (False,)
         self.channels, self.bucket = latents.channels, images.bucket
-        factor = latents.factor
-        self.sizes: Sequence[Size] = [(h // factor, w // factor) for h, w in images.sizes]
+        self.sizes: Sequence[Size] = [latents.size(size) for size in images.sizes]
         self.identity = f"{images.identity} {latents.images_key[:16]} {latents.texts_key[:16]}"
         count = len(images.bucket)
         self._keys = [
@@ -137,7 +140,8 @@ class CachedExamples:
         """Compute what is missing.
 
         Args:
-          encode: an image, float32 [H, W, 3] in [-1, 1], to `mean` and `deviation` of its latents.
+          encode: an image, float32 [H, W, 3] in [-1, 1], or a video [F, H, W, 3], to `mean` of its
+            latents, and `deviation` where they are a distribution.
           read: a caption, or none, to its states by the names of `Network.condition`.
 
         Returns:
@@ -151,7 +155,7 @@ class CachedExamples:
             for key, mirrored in zip(keys, self._views, strict=True):
                 if not cache.has(key):
                     pixels, caption = self._images.get(index, mirrored=mirrored)
-                    what = f"the latents of image {index} ({caption!r:.60})"
+                    what = f"the latents of example {index} ({caption!r:.60})"
                     cache.write(key, _finite(encode(pixels), what))
                     images += 1
         for caption, key in self._texts.items():
@@ -165,10 +169,10 @@ class CachedExamples:
     def get(
         self, index: int, *, mirrored: bool = False, rng: np.random.Generator | None = None
     ) -> tuple[NDArray[np.float32], str]:
-        """(H, W, C) float32 latents, and the caption."""
+        """(*X) float32 latents, and the caption."""
         found = self._cache.read(self._keys[index][mirrored])
         latents = np.asarray(found["mean"], np.float32)
-        if self._latents.draw and rng is not None:
+        if self._latents.draw and rng is not None and "deviation" in found:
             noise = rng.standard_normal(latents.shape, np.float32)
             latents = latents + np.asarray(found["deviation"], np.float32) * noise
         return latents.astype(np.float32), self.caption(index)
@@ -177,8 +181,8 @@ class CachedExamples:
         """The caption's states, what is fixed, and the image's sizes."""
         caption = None if dropped else self.caption(index)
         found = {**self._cache.read(self._texts[caption]), **self._latents.fixed}
-        if self._latents.sizes:
-            found["sizes"] = np.asarray(self._images.frame(index), np.float32)
+        if self._latents.sizes is not None:
+            found["sizes"] = np.asarray(self._latents.sizes(self._images.frame(index)), np.float32)
         return found
 
     def caption(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What a user may say about the images that a diffusion model is trained on."""
+"""What a user may say about the images or videos that a diffusion model is trained on."""
 
 import math
 from dataclasses import dataclass
@@ -37,14 +37,15 @@ class LettersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig:
-    """Images with captions: a folder, Parquet files, or the tar files of WebDataset."""
+    """Images with captions, or with `frames` videos: a folder, Parquet files, or the tar files of
+    WebDataset."""
 
     type: Literal["images"] = "images"
     path: str = ""
-    """A folder of images, whose captions are beside them in `.txt` files of the same name or in
-    `metadata.jsonl`; a Parquet file or a folder of them; a tar file or a folder of them."""
+    """A folder of images or videos, whose captions are beside them in `.txt` files of the same name
+    or in `metadata.jsonl`; a Parquet file or a folder of them; a tar file or a folder of them."""
     image: str = "image"
-    """Parquet's column of images: their bytes, or a struct with `bytes`."""
+    """Parquet's column of images or videos: their bytes, or a struct with `bytes`."""
     caption: str = "text"
     """Parquet's column of captions, or their key in `metadata.jsonl` and WebDataset's `.json`."""
     prompt: str | None = None
@@ -61,6 +62,13 @@ class ImagesConfig:
     max_aspect: float = 2.0
     """The longest side of a bucket over its shortest; 1 leaves the square alone. Each bucket's
     program is compiled once."""
+    frames: tuple[int, ...] = ()
+    """Of videos, how many an example may have, such as 17 33: one has the most that its file fills.
+    1 takes images too. Empty: images alone."""
+    rate: float | None = None
+    """Frames that are taken of a second of a video; null takes all that the file has."""
+    clips: Literal["first", "all"] = "first"
+    """Of a longer video, its first frames, or clip after clip, each an example."""
     upscale: bool = False
     """Whether an image smaller than its bucket is enlarged; else it is refused."""
     flip: bool = False
@@ -68,7 +76,7 @@ class ImagesConfig:
     holdout: float = 0.0
     """Share of the images that is kept for evaluation."""
     verify: bool = True
-    """Decode every image before the first step, so that a broken one ends no run."""
+    """Decode every image or video before the first step, so that a broken one ends no run."""
     threads: int = 4
     """Threads that decode."""
 
@@ -85,6 +93,15 @@ class ImagesConfig:
             raise ConfigError(f"holdout={self.holdout:g} must be at least 0 and below 1")
         if self.threads < 1:
             raise ConfigError(f"threads={self.threads} must be 1 or more")
+        if any(count < 1 for count in self.frames):
+            raise ConfigError(f"frames={list(self.frames)} must each be 1 or more")
+        if self.rate is not None and not 0 < self.rate <= 240:
+            raise ConfigError(f"rate={self.rate:g} must be above 0 and at most 240 a second")
+        if not self.frames and (self.rate is not None or self.clips != "first"):
+            raise ConfigError(
+                f"rate={self.rate} and clips={self.clips!r} are of videos; set frames, such as 17, "
+                "or leave them out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""Examples to train on: images in [-1, 1] of a few sizes, each with its caption.
+"""Examples to train on: images or videos in [-1, 1] of a few sizes, each with its caption.
 
-Shapes: H and W of the example's bucket, C channels.
+Shapes: H and W of the example's bucket, F its frames, C channels.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 from fornax.config.errors import DataError
 from fornax.config.suggest import first_few
 from fornax.data.order import permuted
-from fornax.diffusion.data.buckets import Size, assign, bucket_sizes, covers, fitted
+from fornax.diffusion.data.buckets import (
+    Size,
+    assign,
+    bucket_sizes,
+    coloured,
+    covers,
+    fitted,
+    upright_size,
+)
 from fornax.diffusion.data.config import EncodedConfig, ImageData, ImagesConfig, LettersConfig
 from fornax.diffusion.data.encoded import EncodedExamples
 from fornax.diffusion.data.stores import Store, open_store
+from fornax.diffusion.data.videos import decode_video, look_at_video
 from fornax.diffusion.letters import COLOURS, FONTS, LETTERS, Letters
 
 __all__ = ["Captioned", "Examples", "decode_image", "open_examples"]
@@ -34,7 +43,7 @@ class Examples(Protocol):
 
     @property
     def sizes(self) -> Sequence[Size]:
-        """Heights and widths in use, the buckets."""
+        """Heights and widths in use, of videos frames before them: the buckets."""
         ...
 
     @property
@@ -55,7 +64,7 @@ class Examples(Protocol):
     def get(
         self, index: int, *, mirrored: bool = False, rng: np.random.Generator | None = None
     ) -> tuple[NDArray[np.float32], str]:
-        """(H, W, C) float32 in [-1, 1], or latents, and its caption.
+        """(H, W, C) float32 in [-1, 1], of videos (F, H, W, C), or latents, and its caption.
 
         Args:
           index: of the example.
@@ -63,7 +72,7 @@ class Examples(Protocol):
           rng: what latents are drawn with; None for their mean.
 
         Raises:
-          DataError: an image that cannot be decoded.
+          DataError: an image or a video that cannot be decoded.
         """
         ...
 
@@ -171,57 +180,85 @@ class _Letters(Captioned):
 
 
 class _Images(Captioned):
+    """Images, or with `data.frames` videos: an example is an image, or a run of frames."""
+
     def __init__(self, config: ImagesConfig, store: Store, split: str):
         self._config, self._store = config, store
         self.channels = config.channels
-        chosen = _split(len(store.captions), config.holdout, split)
-        self._index = chosen
-        self._captions = _captions(config, store, chosen)
+        self._what = "videos" if config.frames else "images"
+        chosen = _split(len(store.captions), config.holdout, split, self._what)
+        captions = _captions(config, store, chosen)
         found = _looked_at(config, store, chosen)
-        everywhere = bucket_sizes(config.resolution, config.multiple, config.max_aspect)
-        self._shapes = [size for size, *_ in found]
-        self._content = [digest for *_, digest in found]
-        where = assign(self._shapes, everywhere)
+        spatial = bucket_sizes(config.resolution, config.multiple, config.max_aspect)
+        where = assign([seen.size for seen in found], spatial)
         small = [
-            f"{store.where(i)} ({w} x {h} for a bucket of {everywhere[b][1]} x {everywhere[b][0]})"
-            for i, ((h, w), *_), b in zip(chosen, found, where, strict=True)
-            if not covers((h, w), everywhere[b])
+            f"{store.where(i)} ({seen.size[1]} x {seen.size[0]} for a bucket of "
+            f"{spatial[b][1]} x {spatial[b][0]})"
+            for i, seen, b in zip(chosen, found, where, strict=True)
+            if not covers(seen.size, spatial[b])
         ]
         if small and not config.upscale:
             raise DataError(
-                f"{len(small)} of {len(chosen)} images are smaller than their bucket: "
+                f"{len(small)} of {len(chosen)} {self._what} are smaller than their bucket: "
                 f"{first_few(small)}; lower data.resolution={config.resolution}, remove them, or "
                 "set data.upscale"
             )
-        used = sorted(set(where.tolist()))
-        self.sizes = [everywhere[b] for b in used]
-        self.bucket = np.searchsorted(used, where)
+        counts = _counts(config, store, chosen, found)
+        places = range(len(chosen))
+        # Of a video in clips each is an example of its own.
+        clips = [(i, clip) for i in places for clip in range(_clips(config, found[i], counts[i]))]
+        shapes: list[Size] = [(*counts[i], *spatial[where[i]]) for i in places]
+        self.sizes: Sequence[Size] = sorted({shapes[i] for i, _ in clips})
+        self.bucket = np.asarray([self.sizes.index(shapes[i]) for i, _ in clips], np.int64)
+        self._place = [chosen[i] for i, _ in clips]
+        self._start = [clip * sum(counts[i]) for i, clip in clips]
+        self._seen = [found[i] for i, _ in clips]
+        self._captions = [captions[i] for i, _ in clips]
         code = 0
-        for ((height, width), content, _), caption in zip(found, self._captions, strict=True):
-            code = zlib.crc32(f"{height} {width} {content} {caption}".encode(), code)
+        for index, (seen, caption) in enumerate(zip(self._seen, self._captions, strict=True)):
+            height, width = seen.size
+            said = f"{height} {width} {seen.checksum} {caption}{self._of_clip(index)}"
+            code = zlib.crc32(said.encode(), code)
         self.identity = f"{code:08x}"
+
+    def _of_clip(self, index: int) -> str:
+        """What tells the example from others of its file: nothing for an image."""
+        if not self._config.frames:
+            return ""
+        count = self.sizes[self.bucket[index]][0]
+        return f" {self._start[index]} {count} {self._config.rate}"
 
     def get(
         self, index: int, *, mirrored: bool = False, rng: np.random.Generator | None = None
     ) -> tuple[NDArray[np.float32], str]:
         del rng  # pixels are as they are
-        place = self._index[index]
-        image = fitted(
-            decode_image(_read(self._store, place), self._store.where(place), self.channels),
-            self.sizes[self.bucket[index]],
-        )
-        pixels = np.asarray(image, np.float32) / 127.5 - 1
-        pixels = pixels[..., None] if self.channels == 1 else pixels
-        return (pixels[:, ::-1] if mirrored else pixels), self._captions[index]
+        place, size = self._place[index], self.sizes[self.bucket[index]]
+        encoded, where = _read(self._store, place), self._store.where(place)
+        if self._config.frames:
+            images = decode_video(
+                encoded,
+                where,
+                self.channels,
+                rate=self._config.rate,
+                start=self._start[index],
+                count=size[0],
+            )
+        else:
+            images = [decode_image(encoded, where, self.channels)]
+        shape = (len(images), *size[-2:], self.channels)
+        pixels = np.stack([np.asarray(fitted(image, size[-2:])) for image in images])
+        pixels = pixels.reshape(shape).astype(np.float32) / 127.5 - 1
+        pixels = pixels if self._config.frames else pixels[0]
+        return (np.flip(pixels, -2) if mirrored else pixels), self._captions[index]
 
     def caption(self, index: int) -> str:
         return self._captions[index]
 
     def content(self, index: int) -> str:
-        return self._content[index]
+        return f"{self._seen[index].digest}{self._of_clip(index)}"
 
     def frame(self, index: int) -> tuple[int, ...]:
-        shape, size = self._shapes[index], self.sizes[self.bucket[index]]
+        shape, size = self._seen[index].size, self.sizes[self.bucket[index]][-2:]
         scale = max(to / of for to, of in zip(size, shape, strict=True))
         cut = (round((of * scale - to) / 2) for to, of in zip(size, shape, strict=True))
         return (*shape, *cut, *size)
@@ -230,12 +267,50 @@ class _Images(Captioned):
         return self._captions
 
 
-def _split(count: int, holdout: float, split: str) -> list[int]:
+class _Seen(NamedTuple):
+    """What was found in a file."""
+
+    size: Size
+    """Height and width."""
+    frames: int
+    """Of a video, at the rate that is asked for."""
+    checksum: int
+    digest: str
+    """Tells the file from all others."""
+
+
+def _counts(
+    config: ImagesConfig, store: Store, chosen: Sequence[int], found: Sequence[_Seen]
+) -> list[Size]:
+    """The frames of each file's bucket, the most that it fills; () for images."""
+    if not config.frames:
+        return [()] * len(found)
+    short = [
+        f"{store.where(i)} ({seen.frames})"
+        for i, seen in zip(chosen, found, strict=True)
+        if seen.frames < min(config.frames)
+    ]
+    if short:
+        rate = "" if config.rate is None else f" at data.rate={config.rate:g}"
+        raise DataError(
+            f"{len(short)} of {len(chosen)} videos have fewer frames{rate} than the least of "
+            f"data.frames={list(config.frames)}: {first_few(short)}; add a smaller number, or "
+            "remove them"
+        )
+    return [(max(n for n in config.frames if n <= seen.frames),) for seen in found]
+
+
+def _clips(config: ImagesConfig, seen: _Seen, count: Size) -> int:
+    """How many examples a file is."""
+    return seen.frames // count[0] if count and config.clips == "all" else 1
+
+
+def _split(count: int, holdout: float, split: str, what: str) -> list[int]:
     """Numbers of a split, the same whatever else the config says."""
     held = round(count * holdout)
     if split != "train" and not held:
         raise DataError(
-            f"data.holdout={holdout:g} of {count} images leaves none for evaluation; raise it, or "
+            f"data.holdout={holdout:g} of {count} {what} leaves none for evaluation; raise it, or "
             "leave eval.every out"
         )
     places = permuted(np.arange(count), count, 0) if held else np.arange(count)
@@ -246,23 +321,27 @@ def _captions(config: ImagesConfig, store: Store, chosen: Sequence[int]) -> list
     empty = [store.where(i) for i in chosen if not store.captions[i]]
     if empty and not config.allow_empty_captions:
         raise DataError(
-            f"{len(empty)} of {len(chosen)} images have no caption: {first_few(empty)}; write one "
+            f"{len(empty)} of {len(chosen)} files have no caption: {first_few(empty)}; write one "
             "into a .txt file of the same name, give all of them one with data.prompt, or set "
             "data.allow_empty_captions"
         )
     return [store.captions[i] or "" for i in chosen]
 
 
-def _looked_at(
-    config: ImagesConfig, store: Store, chosen: Sequence[int]
-) -> list[tuple[Size, int, str]]:
-    """(height, width) of each image, a checksum of its file, and what tells it from all others."""
+def _looked_at(config: ImagesConfig, store: Store, chosen: Sequence[int]) -> list[_Seen]:
+    """What is in each file."""
 
-    def look(index: int) -> tuple[Size, int, str] | str:
+    def look(index: int) -> _Seen | str:
+        where, whole = store.where(index), config.verify
         try:
             encoded = _read(store, index)
-            image = decode_image(encoded, store.where(index), config.channels, whole=config.verify)
-            return _upright(image), zlib.crc32(encoded), hashlib.sha256(encoded).hexdigest()
+            if config.frames:
+                size, frames = look_at_video(encoded, where, rate=config.rate, whole=whole)
+            else:
+                image = decode_image(encoded, where, config.channels, whole=whole)
+                size, frames = upright_size(image), 1
+            digest = hashlib.sha256(encoded).hexdigest()
+            return _Seen(size, frames, zlib.crc32(encoded), digest)
         except DataError as error:
             return str(error)
 
@@ -270,8 +349,9 @@ def _looked_at(
         found = list(pool.map(look, chosen))
     broken = [each for each in found if isinstance(each, str)]
     if broken:
+        what = "videos" if config.frames else "images"
         raise DataError(
-            f"{len(broken)} of {len(chosen)} images cannot be decoded: {first_few(broken)}; remove "
+            f"{len(broken)} of {len(chosen)} {what} cannot be decoded: {first_few(broken)}; remove "
             "or replace them"
         )
     return [each for each in found if not isinstance(each, str)]
@@ -284,12 +364,6 @@ def _read(store: Store, index: int) -> bytes:
         raise DataError(
             f"{store.where(index)} cannot be read: {error.strerror or error}"
         ) from error
-
-
-def _upright(image: "object") -> Size:
-    width, height = image.size  # pyrefly: ignore[missing-attribute]
-    turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)  # pyrefly: ignore[missing-attribute]
-    return (width, height) if turned else (height, width)
 
 
 def decode_image(encoded: bytes, where: str, channels: int, *, whole: bool = True):
@@ -311,11 +385,7 @@ def decode_image(encoded: bytes, where: str, channels: int, *, whole: bool = Tru
         image = Image.open(io.BytesIO(encoded))
         if not whole:
             return image
-        image = ImageOps.exif_transpose(image)
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return image.convert("L" if channels == 1 else "RGB")
+        return coloured(ImageOps.exif_transpose(image), channels)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         said = said if "BytesIO" not in said else "it is not an image that Pillow knows"

@@ -1,4 +1,4 @@
-"""Where images with captions lie: a folder, Parquet files, WebDataset's tar files.
+"""Where images or videos with captions lie: a folder, Parquet files, WebDataset's tar files.
 
 Each store says how many examples it has, their captions, and gives one's bytes by number; nothing
 is decoded here. Numbers are in the order of sorted names, so they are the same on every host.
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.diffusion.data.config import ImagesConfig
+from fornax.diffusion.data.videos import VIDEO_ENDINGS
 
 __all__ = ["ENDINGS", "Store", "open_store"]
 
@@ -20,8 +21,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm")
 """Files that are images, by the end of their names in lower case."""
 
 
+def _endings(config: ImagesConfig) -> tuple[str, ...]:
+    """Of the files that are examples."""
+    return (*ENDINGS, *VIDEO_ENDINGS) if config.frames else ENDINGS
+
+
 class Store(Protocol):
-    """Encoded images by number."""
+    """Encoded images or videos by number."""
 
     @property
     def captions(self) -> Sequence[str | None]:
@@ -56,7 +62,7 @@ def open_store(config: ImagesConfig) -> Store:
     kinds: tuple[tuple[tuple[str, ...], Callable[..., Store]], ...] = (
         ((".parquet",), _Parquet),
         ((".tar",), _Tars),
-        (ENDINGS, _Folder),
+        (_endings(config), _Folder),
     )
     for endings, store in kinds:
         found = [file for file in files if file.name.lower().endswith(endings)]
@@ -68,8 +74,14 @@ def open_store(config: ImagesConfig) -> Store:
             f"{packed} is compressed, and images are read at their place in a tar file; unpack it "
             "to a plain .tar (images are compressed already)"
         )
+    if any(file.name.lower().endswith(VIDEO_ENDINGS) for file in files):
+        raise DataError(
+            f"{path} holds videos and no images; set data.frames to how many are an example, such "
+            "as 17"
+        )
     raise DataError(
-        f"{path} holds no image ({', '.join(ENDINGS)}), .parquet or .tar file; name another folder"
+        f"{path} holds no image ({', '.join(_endings(config))}), .parquet or .tar file; name "
+        "another folder"
     )
 
 
@@ -234,7 +246,9 @@ class _Tars:
         for file in files:
             self._add(file, config)
         if not self._members:
-            raise DataError(f"{root} has no image ({', '.join(ENDINGS)}); name tar files with some")
+            raise DataError(
+                f"{root} has no image ({', '.join(_endings(config))}); name tar files with some"
+            )
 
     def _add(self, file: Path, config: ImagesConfig) -> None:
         examples: dict[str, dict[str, tarfile.TarInfo]] = {}
@@ -251,7 +265,7 @@ class _Tars:
             ) from error
         size = file.stat().st_size
         for parts in examples.values():
-            image = next((parts[e] for e in parts if e in ENDINGS), None)
+            image = next((parts[e] for e in parts if e in _endings(config)), None)
             if image is None:
                 continue
             if image.offset_data + image.size > size:

@@ -3,15 +3,14 @@
 Legend: F frames, H height, W width, C channels.
 """
 
-import importlib
 import io
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from fornax.config.errors import ConfigError
+from fornax.diffusion.data.videos import import_av
 
 __all__ = ["VIDEO_FORMATS", "check_video", "encode_video"]
 
@@ -23,6 +22,7 @@ _FASTEST_GIF = 50
 """Frames per second; browsers slow what is faster down to ten."""
 _MOST_FRAMES = 240
 """A second."""
+_INSTEAD = "write .webp, .gif or .png"
 
 
 def check_video(form: str, rate: float) -> None:
@@ -43,7 +43,7 @@ def check_video(form: str, rate: float) -> None:
             ".png or .mp4, or fewer"
         )
     if form == "mp4":
-        _av()
+        import_av(_INSTEAD)
 
 
 def encode_video(frames_FHWC: np.ndarray, form: str, rate: float) -> bytes:
@@ -52,7 +52,7 @@ def encode_video(frames_FHWC: np.ndarray, form: str, rate: float) -> bytes:
     WebP and GIF lose a little colour, MP4 (H.264, 4:2:0) more; PNG loses nothing.
 
     Args:
-      frames_FHWC: uint8, of 3 channels.
+      frames_FHWC: uint8, of 3 channels, or of 1 for grey.
       form: a key of `VIDEO_FORMATS`.
       rate: frames per second.
 
@@ -60,6 +60,7 @@ def encode_video(frames_FHWC: np.ndarray, form: str, rate: float) -> bytes:
       ConfigError: as `check_video`; odd sides, which H.264's colours have not.
     """
     check_video(form, rate)
+    frames_FHWC = np.broadcast_to(frames_FHWC, (*frames_FHWC.shape[:-1], 3))
     if form == "mp4":
         return _mp4(frames_FHWC, rate)
     first, *rest = (Image.fromarray(pixels_HWC) for pixels_HWC in frames_FHWC)
@@ -86,7 +87,7 @@ def _mp4(frames_FHWC: np.ndarray, rate: float) -> bytes:
             f"a video of {width}x{height} cannot be MP4, whose colours are of 2 x 2 pixels; use "
             "even sides, or write .webp, .gif or .png"
         )
-    av, file = _av(), io.BytesIO()
+    av, file = import_av(_INSTEAD), io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("h264", rate=Fraction(rate).limit_denominator(1001))
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
@@ -96,13 +97,3 @@ def _mp4(frames_FHWC: np.ndarray, rate: float) -> bytes:
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
-
-
-def _av() -> Any:
-    try:
-        return importlib.import_module("av")
-    except ImportError:
-        raise ConfigError(
-            "MP4 needs PyAV, which is not installed: pip install 'fornax-ai[video]'; or write "
-            ".webp, .gif or .png, which need nothing more"
-        ) from None

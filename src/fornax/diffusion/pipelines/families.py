@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import ConfigError
-from fornax.diffusion.models.autoencoders import WanAutoencoder
 from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.pipelines.control import Controlled
-from fornax.diffusion.pipelines.one_frame import OneFrame
+from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts, compiled, texts
 from fornax.diffusion.pipelines.pipeline import Pipeline, Size
 from fornax.diffusion.pipelines.scheduler import Scheduler
@@ -41,10 +40,8 @@ def latent_pipeline(
       scheduler: None for the folder's.
       changes: fields of `Pipeline` that differ.
     """
-    vae, denoiser = parts.module("vae"), parts.module(name)
+    vae, denoiser = of_images(parts.module("vae")), parts.module(name)
     scheduler = parts.scheduler if scheduler is None else scheduler
-    if isinstance(vae, WanAutoencoder):
-        vae = OneFrame(vae)
     if parts.has("controlnet"):
         denoiser = Controlled(denoiser, parts.module("controlnet"))
     channels = vae.config.latent_channels * int(np.prod(vae.config.patch))

@@ -10,8 +10,9 @@ from jax.typing import DTypeLike
 from fornax.config.errors import ConfigError
 from fornax.diffusion.load import load_run
 from fornax.diffusion.models import Condition
-from fornax.diffusion.pipelines.pipeline import Pipeline, Size
+from fornax.diffusion.pipelines.pipeline import Frames, Pipeline, Size
 from fornax.diffusion.samplers import SAMPLERS
+from fornax.diffusion.task import rate_of
 
 __all__ = ["trained_pipeline"]
 
@@ -22,12 +23,12 @@ def trained_pipeline(
     """The latest checkpoint of a run, with its averaged parameters; see `load_pipeline`.
 
     Raises:
-      ConfigError: a run of another kind, or of examples that are not images.
+      ConfigError: a run of another kind, or of latents.
       CheckpointError: no checkpoint, or a damaged one.
     """
     computed = dtype if compute_dtype is None else compute_dtype
     run = load_run(folder, dtype=dtype, compute_dtype=computed)
-    height, width, channels = run.shape
+    *count, height, width, channels = run.shape
     if channels not in (1, 3):
         raise ConfigError(
             f"{folder} was trained on examples of {channels} channels, which are latents and no "
@@ -40,8 +41,8 @@ def trained_pipeline(
     def encode(prompts: Sequence[str | None], size: Size, guidance: float) -> Condition:
         return run.encode([prompt or "" for prompt in prompts])
 
-    def same(x_BHWC: jax.Array) -> jax.Array:
-        return x_BHWC
+    def same(x_BX: jax.Array) -> jax.Array:
+        return x_BX
 
     base = Pipeline(
         name=str(folder),
@@ -55,7 +56,8 @@ def trained_pipeline(
         to_latents=same,
         guidance="free" if has_text else "none",
         size=(height, width),
-        sizes=tuple(dict.fromkeys((shape[0], shape[1]) for shape in run.shapes)),
+        sizes=tuple(dict.fromkeys((shape[-3], shape[-2]) for shape in run.shapes)),
+        frames=Frames(count=count[0], factor=1, rate=rate_of(run.config)) if count else None,
         multiple=1,
         channels=channels,
         steps=run.sample.steps,

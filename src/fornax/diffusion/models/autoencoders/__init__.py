@@ -16,7 +16,7 @@ from fornax.diffusion.models.autoencoders.hunyuan import (
     HunyuanAutoencoder,
     HunyuanAutoencoderConfig,
 )
-from fornax.diffusion.models.autoencoders.kl import AutoencoderKL, Gaussian
+from fornax.diffusion.models.autoencoders.kl import AutoencoderKL, Gaussian, latent_moments
 from fornax.diffusion.models.autoencoders.ltx import LTXAutoencoder
 from fornax.diffusion.models.autoencoders.ltx_files import AUTOENCODER_KL_LTX_VIDEO
 from fornax.diffusion.models.autoencoders.tiling import Tiling
@@ -56,4 +56,5 @@ __all__ = [
     "Tiling",
     "WanAutoencoder",
     "WanAutoencoderConfig",
+    "latent_moments",
 ]

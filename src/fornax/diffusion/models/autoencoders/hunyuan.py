@@ -379,6 +379,10 @@ class HunyuanAutoencoder(nnx.Module):
         """Decode the whole at once."""
         return self.decoder(self.post_quant(z_BFHWC.astype(self.compute_dtype)))
 
+    def scaled(self, z_BFHWC: jax.Array) -> jax.Array:
+        """What a denoiser is given of z, float32."""
+        return z_BFHWC.astype(jnp.float32) * self.config.scale
+
     def latents(
         self, video_BFHWC: jax.Array, noise_BFHWC: jax.Array | None = None, **options: Any
     ) -> jax.Array:
@@ -391,7 +395,7 @@ class HunyuanAutoencoder(nnx.Module):
         """
         found = self.encode(video_BFHWC, **options)
         z_BFHWC = found.mean_BHWC if noise_BFHWC is None else found.sample(noise_BFHWC)
-        return z_BFHWC * self.config.scale
+        return self.scaled(z_BFHWC)
 
     def videos(self, latents_BFHWC: jax.Array, **options: Any) -> jax.Array:
         """Videos of a denoiser's latents; options are those of `decode`."""

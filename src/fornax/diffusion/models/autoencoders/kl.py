@@ -55,6 +55,27 @@ class Gaussian:
         return 0.5 * jnp.sum(terms, axis=tuple(range(1, terms.ndim)))
 
 
+def latent_moments(
+    autoencoder: Any, x_BX: jax.Array, tiling: Tiling | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Mean and standard deviation of the latents that a denoiser is given, float32.
+
+    Args:
+      autoencoder: any of images or of videos; its scaling is affine, of each number by itself.
+      x_BX: images or videos as for its `encode`.
+      tiling: how those larger than a tile are cut; None for no cut.
+
+    Returns:
+      Both of the latents' shape; no deviation where they are not a distribution.
+    """
+    found = autoencoder.encode(x_BX, tiling=tiling)
+    if not isinstance(found, Gaussian):
+        return autoencoder.scaled(found), None
+    mean, deviation = found.mean_BHWC, jnp.exp(0.5 * found.logvar_BHWC)
+    nothing = autoencoder.scaled(jnp.zeros_like(mean))
+    return autoencoder.scaled(mean), autoencoder.scaled(deviation) - nothing
+
+
 class _Level(nnx.Module):
     """Residual blocks, then a change of size or none."""
 

@@ -392,6 +392,11 @@ class LTXAutoencoder(nnx.Module):
         x_BFHWC = self.decoder(z_BFHWC.astype(self.compute_dtype), time_B)
         return from_patches(x_BFHWC, self.config.patch)
 
+    def scaled(self, z_BFHWC: jax.Array) -> jax.Array:
+        """What a denoiser is given of z, float32."""
+        mean, deviation = self._scaling()
+        return (z_BFHWC.astype(jnp.float32) - mean) * self.config.scale / deviation
+
     def latents(
         self,
         video_BFHWC: jax.Array,
@@ -408,8 +413,7 @@ class LTXAutoencoder(nnx.Module):
         """
         found = self.encode(video_BFHWC, tiling=tiling)
         z_BFHWC = found.mean_BHWC if noise_BFHWC is None else found.sample(noise_BFHWC)
-        mean, deviation = self._scaling()
-        return (z_BFHWC - mean) * self.config.scale / deviation
+        return self.scaled(z_BFHWC)
 
     def videos(
         self,

@@ -40,6 +40,8 @@ class DiTConfig:
     """Of the sample: of pixels, or of latents."""
     patch: int = 2
     """Places of a patch along rows and columns."""
+    frame_patch: int | None = None
+    """Of videos, frames of a patch; None for images."""
     num_layers: int = 6
     num_heads: int = 4
     head_dim: int = 32
@@ -67,9 +69,17 @@ class DiTConfig:
         """Check what the transformer's own config would name otherwise.
 
         Raises:
-          ConfigError: a head that rope cannot divide over rows and columns, no hidden width.
+          ConfigError: a head that rope cannot divide over the axes, added positions for videos, no
+            layer.
         """
-        if self.positions == "rope" and self.head_dim % 4:
+        turns = self.positions == "rope" and self.head_dim % 2 == 0 and self.head_dim >= 6
+        if self.frame_patch is not None and not turns:
+            raise ConfigError(
+                f"positions={self.positions!r}, head_dim={self.head_dim}: of videos rotary "
+                "embeddings of frames, rows and columns need pairs of each; use positions 'rope' "
+                "and an even head_dim of at least 6"
+            )
+        if self.frame_patch is None and self.positions == "rope" and self.head_dim % 4:
             raise ConfigError(
                 f"head_dim={self.head_dim} is not a multiple of 4, and rotary embeddings of rows "
                 "and columns need pairs of both; use a multiple of 4, or positions 'sincos'"
@@ -106,11 +116,15 @@ class DiTConfig:
         text = None
         if self.text_width is not None:
             text = TextConfig(width=self.text_width, projection="linear" if joint else "mlp")
-        half = self.head_dim // 2
-        rope = RopeConfig(axes=(half, half), theta=100.0, sample_axes=(0, 1))
+        # Rows and columns alike; of videos a third each, in pairs, and frames the rest.
+        count = 2 if self.frame_patch is None else 3
+        side = self.head_dim // 2 if count == 2 else self.head_dim // 6 * 2
+        axes = (self.head_dim - 2 * side, side, side)[3 - count :]
+        rope = RopeConfig(axes=axes, theta=100.0, sample_axes=tuple(range(count)))
+        frames = () if self.frame_patch is None else (self.frame_patch,)
         return TransformerConfig(
             channels=self.channels,
-            patch=(self.patch, self.patch),
+            patch=(*frames, self.patch, self.patch),
             num_heads=self.num_heads,
             head_dim=self.head_dim,
             blocks=tuple(runs),
