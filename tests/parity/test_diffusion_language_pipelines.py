@@ -29,6 +29,7 @@ from fornax.diffusion.pipelines import (
     save_pipeline,
     with_denoiser,
 )
+from fornax.diffusion.sampling import row_noise
 from fornax.diffusion.tuning import tune
 from fornax.mesh import MeshConfig
 from fornax.optim import Constant, OptimConfig
@@ -184,7 +185,8 @@ def test_pixart(tmp_path):
     check(np.clip(images, -1, 1), pictures(again, **given))
 
 
-def sana():
+def of_sana(kind, scheduler, **options):
+    """A pipeline of Sana's parts."""
     kinds = ("ResBlock", "EfficientViTBlock")
     vae = diffusers.AutoencoderDC(
         latent_channels=4,
@@ -212,23 +214,30 @@ def sana():
         cross_attention_dim=16,
         caption_channels=16,
         sample_size=8,
+        **options,
     )
     config = transformers.Gemma2Config(
         **LLM, query_pre_attn_scalar=8, sliding_window=4096, attn_implementation="eager"
     )
-    vae = randomized(vae)
-    theirs = diffusers.SanaPipeline(
+    return kind(
         tokenizer=tokenizer(begins=True),
         text_encoder=randomized(transformers.Gemma2Model(config)),
-        vae=vae,
+        vae=randomized(vae),
         transformer=randomized(transformer),
-        scheduler=diffusers.DPMSolverMultistepScheduler(
+        scheduler=scheduler,
+    )
+
+
+def sana():
+    theirs = of_sana(
+        diffusers.SanaPipeline,
+        diffusers.DPMSolverMultistepScheduler(
             use_flow_sigmas=True, flow_shift=3.0, prediction_type="flow_prediction"
         ),
     )
 
     def encode(image):
-        return vae.encode(image).latent * 0.4, None
+        return theirs.vae.encode(image).latent * 0.4, None
 
     return theirs, encode
 
@@ -253,6 +262,52 @@ def test_sana(tmp_path):
         use_resolution_binning=False,
     )
     check(np.clip(images, -1, 1), want)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+def test_sana_sprint(tmp_path, monkeypatch, steps):
+    """Angles of two steps are its own; between steps both add the same fresh noise."""
+    theirs = of_sana(
+        diffusers.SanaSprintPipeline,
+        diffusers.SCMScheduler(),
+        guidance_embeds=True,
+        timestep_scale=1000.0,
+        qk_norm="rms_norm_across_heads",
+    )
+    theirs.save_pretrained(tmp_path)
+    noise = normal(1, 32, 64, 4)
+    pipeline = load_pipeline(tmp_path)
+    request = ImageRequest(
+        prompt="A red fox",
+        steps=steps,
+        size=(64, 128),
+        guidance=4.0,
+        latents_BX=jnp.asarray(noise),
+    )
+    job = plan(pipeline, request)
+    latents = np.moveaxis(np.asarray(pipeline.run(job)), -1, 1)
+    fresh = iter(
+        channels_first(np.asarray(row_noise(job.keys, jnp.full(1, i), noise.shape, jnp.float32)))
+        for i in range(steps)
+    )
+    monkeypatch.setattr(
+        diffusers.schedulers.scheduling_scm, "randn_tensor", lambda *a, **k: next(fresh)
+    )
+    theirs.set_progress_bar_config(disable=True)
+    want = theirs(
+        prompt="A red fox",
+        num_inference_steps=steps,
+        intermediate_timesteps=1.3 if steps == 2 else None,
+        height=64,
+        width=128,
+        latents=channels_first(noise),
+        guidance_scale=4.0,
+        use_resolution_binning=False,
+        output_type="latent",
+    ).images
+    check(latents, want)
 
 
 def flow(**options):

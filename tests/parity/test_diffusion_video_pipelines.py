@@ -95,12 +95,10 @@ def ours(folder: Path, noise: np.ndarray, **fields: Any) -> tuple[np.ndarray, np
             pipeline, encode=lambda prompts, size, guidance: conditions[prompts[0]]
         )
     request = ImageRequest(
-        prompt="a fox runs",
         frames=FRAMES,
         steps=STEPS,
-        guidance=GUIDANCE,
         latents_BX=jnp.asarray(noise),
-        **{"size": SIZE, **fields},
+        **{"prompt": "a fox runs", "guidance": GUIDANCE, "size": SIZE, **fields},
     )
     latents = pipeline.run(plan(pipeline, request))
     videos = pipeline.decode(latents)
@@ -213,6 +211,57 @@ def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
     check_output(latents, want)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
+    """Wan 2.2's 5B model: the frame's latents in the place of the video's first, at time 0, from an
+    autoencoder of patches with shortcuts."""
+    parts = wan_parts()
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4,
+        decoder_base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        latents_mean=[0.1, 0.2, 0.3, 0.4],
+        latents_std=[1.5, 1.4, 1.3, 1.2],
+        scale_factor_spatial=8,
+    )
+    pipeline = diffusers.WanImageToVideoPipeline(
+        transformer=wan_transformer(),
+        image_encoder=None,
+        image_processor=None,
+        expand_timesteps=True,
+        **{**parts, "vae": randomized(vae)},
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    size = (32, 64)
+    noise, text = normal(1, 3, 4, 8, 4), normal(2, 5, 12)
+    image = RNG.uniform(-1, 1, (*size, 3)).astype(np.float32)
+    latents, videos = ours(
+        tmp_path / "model", noise, conditions=texts(text), image=image, size=size
+    )
+    want = theirs(
+        pipeline,
+        channels_first(noise),
+        size=size,
+        image=channels_first((image[None] + 1) / 2),
+        prompt_embeds=torch.from_numpy(text[:1]),
+        negative_prompt_embeds=torch.from_numpy(text[1:]),
+    )
+    check_output(latents, want)
+    mean, deviation = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    check_output(videos, vae.decode(want * deviation + mean).sample)
+
+
 @torch.no_grad()
 def test_ltx_video(tmp_path: Path) -> None:
     """Text with padding that is not seen; the shift is of the number of latents, then stretched."""
@@ -285,19 +334,20 @@ def test_ltx_video(tmp_path: Path) -> None:
     check_output(videos, pipeline.vae.decode(want / 1.5).sample)
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
-    """Llama's states behind the first 95 tokens of its conversation, and CLIP's pooled state."""
-    llama = transformers.LlamaConfig(
-        vocab_size=8,
-        hidden_size=12,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-    )
+LLAMA = {
+    "vocab_size": 16,
+    "hidden_size": 12,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+}
+
+
+def hunyuan_video_parts(**options: Any) -> dict[str, Any]:
+    """All parts of HunyuanVideo but its language model and that one's tokenizer."""
     clip = transformers.CLIPTextConfig(
         vocab_size=8,
         hidden_size=8,
@@ -307,16 +357,19 @@ def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
         eos_token_id=1,
     )
     transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=12,
-        pooled_projection_dim=8,
-        rope_axes_dim=(4, 6, 6),
+        **{
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "num_refiner_layers": 1,
+            "text_embed_dim": 12,
+            "pooled_projection_dim": 8,
+            "rope_axes_dim": (4, 6, 6),
+            **options,
+        }
     )
     vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
@@ -327,14 +380,100 @@ def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
         norm_num_groups=2,
         spatial_compression_ratio=4,
     )
+    return {
+        "transformer": randomized(transformer),
+        "vae": randomized(vae),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
+        "text_encoder_2": randomized(transformers.CLIPTextModel(clip)),
+        "tokenizer_2": tokenizer(),
+    }
+
+
+def llava_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token for each word of the conversation, so that its image is the sixth."""
+    special = [
+        "<pad>",
+        "<bos>",
+        "<image>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
+    words = [*special, "<unk>", "\n\n", "\n", "a", "fox", "runs", "system", "Describe"]
+    backend: Any = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
+    )
+    pieces = tokenizers.Regex(r"\n\n|\n|\w+|[^\w\s]")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pieces, "removed", invert=True)
+    backend.add_special_tokens(special)
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "embedded", "prompt"),
+    [
+        pytest.param("token_replace", True, "a fox runs", marks=pytest.mark.slow),
+        pytest.param("latent_concat", False, "a fox runs " * 100, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_hunyuan_video_from_an_image(
+    tmp_path: Path, kind: str, embedded: bool, prompt: str
+) -> None:
+    """LLaVA's states of the image, thinned, and of the prompt beside it; a long prompt cuts the
+    header behind it off. One kind of network draws a latent frame that is not of the video."""
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 48,
+        "patch_size": 2,
+    }
+    llava = transformers.LlavaConfig(
+        vision_config={**vision, "model_type": "clip_vision_model"},
+        text_config={**LLAMA, "model_type": "llama"},
+        image_token_index=2,
+        pad_token_id=0,
+    )
+    beside = {"in_channels": 9} if kind == "latent_concat" else {}
+    pipeline = diffusers.HunyuanVideoImageToVideoPipeline(
+        text_encoder=randomized(transformers.LlavaForConditionalGeneration(llava)),
+        tokenizer=llava_tokenizer(),
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": 48}, crop_size={"height": 48, "width": 48}
+        ),
+        **hunyuan_video_parts(image_condition_type=kind, guidance_embeds=embedded, **beside),
+    )
+    pipeline.save_pretrained(tmp_path / "model")
+    size = (48, 64)
+    noise, pixels = normal(1, 3, 12, 16, 4), RNG.integers(0, 256, (*size, 3)).astype(np.uint8)
+    fields = {"guidance": GUIDANCE if embedded else None, "prompt": prompt.strip()}
+    latents, _ = ours(
+        tmp_path / "model", noise, image=pixels / np.float32(127.5) - 1, size=size, **fields
+    )
+    want = theirs(
+        pipeline,
+        channels_first(noise),
+        size=size,
+        image=Image.fromarray(pixels),
+        prompt=prompt.strip(),
+    )
+    cut = 1 if kind == "latent_concat" else 0
+    check_output(latents[:, :, cut:], want)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
+    """Llama's states behind the first 95 tokens of its conversation, and CLIP's pooled state."""
     pipeline = diffusers.HunyuanVideoPipeline(
-        text_encoder=randomized(transformers.LlamaModel(llama)),
+        text_encoder=randomized(transformers.LlamaModel(transformers.LlamaConfig(**LLAMA))),
         tokenizer=tokenizer(),
-        transformer=randomized(transformer),
-        vae=randomized(vae),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=randomized(transformers.CLIPTextModel(clip)),
-        tokenizer_2=tokenizer(),
+        **hunyuan_video_parts(),
     )
     pipeline.save_pretrained(tmp_path / "model")
     noise = normal(1, 3, 4, 8, 4)

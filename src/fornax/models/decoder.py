@@ -40,7 +40,7 @@ from fornax.models.pipeline import run_pipeline
 from fornax.models.pipeline_config import PipelineConfig
 from fornax.models.projection import Embed, Projection
 from fornax.models.remat import Remat, check_remat
-from fornax.models.rope import rotations
+from fornax.models.rope import rotations, sectioned_rotations
 from fornax.models.routing import Routing, routed_experts_dtype
 from fornax.models.scan import run_layers, run_layers_cached, run_layers_keeping
 from fornax.models.scope import scoped
@@ -213,6 +213,9 @@ class Decoder(nnx.Module):
         mask_BT: jax.Array | None = None,
         *,
         layers: Sequence[int],
+        embeddings_BTD: jax.Array | None = None,
+        positions_ABT: jax.Array | None = None,
+        sections: Sequence[int] = (),
         implementation: str | None = None,
     ) -> jax.Array:
         """States after chosen layers, as other models take them from a language model.
@@ -224,6 +227,11 @@ class Decoder(nnx.Module):
           layers: after how many layers each is taken: 0 for the embeddings; for all of them the
             final norm's output, as in transformers' `hidden_states`. A negative number counts from
             that, which is -1.
+          embeddings_BTD: what the first layer takes, where it is not `embed` of all the tokens: an
+            image's states stand among them. None: it is.
+          positions_ABT: int32 positions on several axes, of which the rotary embedding takes one
+            for each of `sections` (`rope.sectioned_rotations`); None: those said above.
+          sections: pairs of a head that turn together, where positions are of several axes.
           implementation: attention implementation to force.
 
         Returns:
@@ -253,12 +261,17 @@ class Decoder(nnx.Module):
             positions_BT=positions_BT,
             segment_ids_BT=None,
             seen_BT=None if mask_BT is None else (mask_BT != 0).astype(jnp.int32),
-            rotations=dict(rotations(self.config, positions_BT)),
+            rotations=dict(
+                rotations(self.config, positions_BT)
+                if positions_ABT is None
+                else sectioned_rotations(self.config, positions_ABT, sections)
+            ),
             consecutive=True,
             exchange=self.config.context_exchange,
             implementation=implementation,
         )
-        x_BTD = constrain(self.embed(tokens_BT), ("batch", "length", "activation_embed"))
+        x_BTD = self.embed(tokens_BT) if embeddings_BTD is None else embeddings_BTD
+        x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
         context = self._with_inputs(context, tokens_BT, x_BTD)
         with jax.named_scope("layers"):
             x_BTD, kept = run_layers_keeping(self.layers, kinds, x_BTD, context, after)

@@ -4,13 +4,14 @@ Legend: B batch, T tokens, N heads, H head width, R rotated width (R <= H).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fornax.config.errors import ConfigError
 from fornax.models.config import DecoderConfig
 from fornax.models.rope_config import (
     DynamicNTKScaling,
@@ -21,7 +22,13 @@ from fornax.models.rope_config import (
     YarnScaling,
 )
 
-__all__ = ["Rotation", "attention_factor", "inverse_frequencies", "rotations"]
+__all__ = [
+    "Rotation",
+    "attention_factor",
+    "inverse_frequencies",
+    "rotations",
+    "sectioned_rotations",
+]
 
 
 class Rotation(NamedTuple):
@@ -55,6 +62,41 @@ def rotations(
             width = config.rotated_width(rope, wide=name == "global")
             found[name] = _rotation(rope, config, width, positions_BT, longest)
     return found
+
+
+def sectioned_rotations(
+    config: DecoderConfig, positions_ABT: jax.Array, sections: Sequence[int]
+) -> Mapping[str, Rotation]:
+    """As `rotations`, where positions are of A axes and each section of a head's pairs has one.
+
+    Args:
+      config: the model's.
+      positions_ABT: int32 positions on each axis.
+      sections: pairs of each section; the i-th turns by axis i modulo A (M-RoPE, Wang et al. 2024).
+
+    Raises:
+      ConfigError: sections that are not all pairs of a head.
+    """
+    by_axis = [rotations(config, positions_BT) for positions_BT in positions_ABT]
+    ends = np.cumsum(sections)[:-1]
+
+    def joined(parts: list[jax.Array]) -> jax.Array:
+        if sum(sections) != parts[0].shape[-1]:
+            raise ConfigError(
+                f"mrope_section={list(sections)} sums to {sum(sections)}, and a head has "
+                f"{parts[0].shape[-1]} pairs; it must be all of them"
+            )
+        split = [jnp.split(part, ends, axis=-1) for part in parts]
+        return jnp.concatenate([split[i % len(parts)][i] for i in range(len(sections))], -1)
+
+    return {
+        name: Rotation(
+            joined([axis[name].cos_BTr for axis in by_axis]),
+            joined([axis[name].sin_BTr for axis in by_axis]),
+            one.interleaved,
+        )
+        for name, one in by_axis[0].items()
+    }
 
 
 def _rotation(

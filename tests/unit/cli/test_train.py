@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 import fornax.train
-from fornax.cli.costs import ended
+from fornax.cli.training import TrainingArguments, run_to_end
 from fornax.cli.main import main
 from fornax.config import dump_yaml, from_yaml, load
 from fornax.train import TrainConfig
@@ -68,7 +68,8 @@ def test_the_end_names_the_report(reason, said, tmp_path, capsys):
         goodput=fornax.train.summarise(tmp_path / "goodput.jsonl"),
         exit_code=0,
     )
-    assert ended(result) == 0
+    arguments = TrainingArguments(progress="none")
+    assert run_to_end(lambda *_, **__: result, None, tmp_path, arguments) == 0
     assert capsys.readouterr().out == f"{said}{tmp_path / 'report.html'}\n"
 
 

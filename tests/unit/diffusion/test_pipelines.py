@@ -1,13 +1,16 @@
 """Schedulers' files, folders that are no model, pictures."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fornax.config.errors import CheckpointError, ConfigError, DataError
-from fornax.diffusion.pipelines import load_pipeline, parse_size
+from fornax.diffusion.pipelines import References, load_pipeline, parse_size
+from fornax.diffusion.pipelines.load import PIPELINES
 from fornax.diffusion.pipelines.pictures import (
     FORMATS,
     encode_picture,
@@ -15,6 +18,7 @@ from fornax.diffusion.pipelines.pictures import (
     read_mask,
     to_array,
 )
+from fornax.diffusion.pipelines.references import bounded, read_reference
 from fornax.diffusion.pipelines.scheduler import read_scheduler
 from fornax.diffusion.samplers import dpmpp, euler
 from fornax.diffusion.schedules import flow
@@ -26,6 +30,28 @@ def scheduler(folder, name, **values):
     path = folder / "scheduler_config.json"
     path.write_text(json.dumps({"_class_name": name, **values}))
     return read_scheduler(folder)
+
+
+def test_the_guide_lists_every_pipeline_and_no_other():
+    guide = Path(__file__).parents[3] / "docs" / "guides" / "diffusion-serving.md"
+    rows = [line.split("|")[1] for line in guide.read_text().splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(\w+Pipeline)`", " ".join(rows))
+    assert sorted(named) == sorted(PIPELINES)
+
+
+def test_angles_of_consistency_models_are_a_flows_levels(tmp_path):
+    """Two steps have a second angle of 1.3, others even ones; the network predicts the velocity."""
+    read = scheduler(tmp_path, "SCMScheduler", sigma_data=0.5)
+    schedule = read.schedule(2, 64)
+    ratio = np.tan(1.3)
+    np.testing.assert_allclose(schedule.sigma, [1, ratio / (1 + ratio), 0], atol=1e-15)
+    np.testing.assert_allclose(schedule.t, 1000 * schedule.sigma)
+    half = read.schedule(4, 64)
+    assert half.sigma[2] == pytest.approx(0.5)  # at an eighth of a turn
+    assert (read.prediction, half.path) == ("flow", "flow")
+    table = read.sampler(half)
+    np.testing.assert_allclose(table.noise, half.sigma[1:])
+    np.testing.assert_allclose(table.update[:, 1], half.alpha[1:])
 
 
 def test_leading_steps_of_a_chain_that_ends_at_its_smallest_noise(tmp_path):
@@ -115,6 +141,18 @@ def test_what_is_no_model_is_refused(tmp_path):
     index.write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_pipeline(tmp_path)
+
+
+def test_an_image_to_draw_after_is_cut_around_its_middle():
+    rows, columns = np.indices((70, 101))
+    picture = np.stack([rows, columns, 0 * rows], -1).astype(np.uint8)
+    found = read_reference(picture, References(size=bounded), 16)
+    assert found.shape == (64, 96, 3)
+    np.testing.assert_array_equal(np.round((found + 1) * 127.5), picture[3:67, 2:98])
+    assert bounded((3000, 1500)) == (1448, 724)
+    for size in ((63, 64), (64, 520)):
+        with pytest.raises(ConfigError, match="an image to draw after is"):
+            bounded(size)
 
 
 def test_pictures_survive_files_without_loss(tmp_path):

@@ -208,6 +208,9 @@ def test_prompts_are_cut_and_padded(tmp_path):
     tokens, mask = tokenizer.encode(["A  a", "a " * 9, ""], 5)
     np.testing.assert_array_equal(tokens, [[1, 0, 0, 2, 2], [1, 0, 0, 0, 2], [1, 2, 2, 2, 2]])
     np.testing.assert_array_equal(mask, [[1, 1, 1, 1, 0], [1] * 5, [1, 1, 0, 0, 0]])
+    tokens, mask = tokenizer.encode(["A  a", ""], 5, left=True)
+    np.testing.assert_array_equal(tokens, [[2, 1, 0, 0, 2], [2, 2, 2, 1, 2]])
+    np.testing.assert_array_equal(mask, [[0, 1, 1, 1, 1], [0, 0, 0, 1, 1]])
     for prompts, length in (([], 5), ("a", 5), (["a"], 2)):
         with pytest.raises(ConfigError, match=r"prompts|length"):
             tokenizer.encode(prompts, length)

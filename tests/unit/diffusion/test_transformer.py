@@ -19,7 +19,7 @@ from fornax.diffusion.models import (
     load_component,
     save_component,
 )
-from fornax.diffusion.models.transformer import FractionalRopeConfig
+from fornax.diffusion.models.transformer import FractionalRopeConfig, RopeConfig
 from fornax.mesh import MeshConfig, make_mesh, tree_shardings, use_mesh
 from fornax.mesh.rules import DEFAULT_RULES
 
@@ -50,7 +50,18 @@ def video_like():
     return dataclasses.replace(whole, blocks=(run,), positions=positions, image_states=6)
 
 
+def after_images():
+    """Text and sample as one sequence, and images behind them that have no noise."""
+    whole = dataclasses.replace(SMALL, text_width=6).transformer()
+    positions = RopeConfig(axes=(2, 2, 4), sample_axes=(1, 2), reference_axis=0, reference_step=10)
+    return dataclasses.replace(whole, positions=positions, clean_references=True)
+
+
 KINDS = {
+    "references": (
+        after_images(),
+        Condition(**TEXT, references=(normal(4, 4, 8, 4), normal(4, 6, 4, 4))),
+    ),
     "joint": (
         dataclasses.replace(SMALL, text_width=6, gated=True, activation="silu").transformer(),
         Condition(**TEXT),
@@ -88,6 +99,7 @@ def made(kind):
         pytest.param("joint", marks=pytest.mark.slow),
         pytest.param("cross", marks=pytest.mark.exhaustive),
         pytest.param("video", marks=pytest.mark.exhaustive),
+        pytest.param("references", marks=pytest.mark.exhaustive),
     ],
 )
 def test_output_and_gradient_on_a_mesh_are_those_of_one_device(kind):
@@ -187,6 +199,42 @@ def test_wrong_configs_are_refused(change, message):
 def test_wrong_configs_of_video_models_are_refused(change, message):
     with pytest.raises(FornaxError, match=message):
         dataclasses.replace(video_like(), **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": None}, "clean_references is of a model that draws after images"),
+        ({"first_frame": True}, "first_frame is of videos"),
+        ({"pad_multiple": 32}, "pad_multiple does not go with"),
+    ],
+)
+def test_wrong_configs_of_models_after_images_are_refused(change, message):
+    with pytest.raises(FornaxError, match=message):
+        dataclasses.replace(after_images(), **change)
+    with pytest.raises(FornaxError, match="reference_axis=1 must be one of the 3 axes"):
+        RopeConfig(axes=(2, 2, 4), sample_axes=(1, 2), reference_axis=1)
+
+
+def test_images_to_draw_after_are_told_apart_by_their_number():
+    """The same two in the other order are another condition; padding their sizes is no option."""
+    graphdef, state, condition = made("references")
+    module = nnx.merge(graphdef, state)
+    call = jax.jit(lambda references: module(X, TIME, replaced(condition, references)))
+    same = normal(4, 4, 4, 4)
+    one, two = condition.references[1][:, :4], same
+    forth, back = call((one, two)), call((two, one))
+    assert float(jnp.abs(forth - back).max()) > 1e-3
+    for wrong, message in (
+        ((normal(4, 4, 4, 3),), "3 channels"),
+        ((normal(4, 3, 4, 4),), "does not divide"),
+    ):
+        with pytest.raises(FornaxError, match=message):
+            module(X, TIME, replaced(condition, wrong))
+
+
+def replaced(condition, references):
+    return dataclasses.replace(condition, references=references)
 
 
 def test_wrong_samples_and_conditions_are_refused():

@@ -58,10 +58,10 @@ class Arguments:
     """Of a video (default: the model's)."""
     fps: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Frames of a video per second (default: the model's)."""
-    image: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Picture to start from, brought to the size."""
+    image: Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")] = ()
+    """To draw after, one or several, where the model can; else, or with strength, to start from."""
     strength: Annotated[float | None, arg(metavar="X", help_behavior_hint="")] = None
-    """Share of the schedule that it goes through (default: 0.8, or 1 with a mask)."""
+    """Share of the schedule that a start goes through (default: 0.8, or 1 with a mask)."""
     mask: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """White where to draw, black where to keep the picture."""
     control: Annotated[Path | None, arg(metavar="IMG", help_behavior_hint="")] = None
@@ -156,14 +156,21 @@ def _rate(arguments: Arguments, pipeline: "Pipeline") -> float | None:
 
 
 def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]":
-    from fornax.diffusion.pipelines import ImageRequest, parse_size
-    from fornax.diffusion.pipelines.pictures import open_picture, read_mask, to_array
+    from fornax.diffusion.pipelines import ImageRequest, draws_after, parse_size
+    from fornax.diffusion.pipelines.pictures import open_picture, read_mask, to_array, to_pixels
 
     size = pipeline.size if arguments.size is None else parse_size(arguments.size)
     image = mask = None
-    if arguments.image is not None:
-        picture = open_picture(arguments.image, f"--image {arguments.image}")
-        image = to_array(picture, size, pipeline.channels)
+    references: tuple[np.ndarray, ...] = ()
+    pictures = [open_picture(path, f"--image {path}") for path in arguments.image]
+    if draws_after(pipeline, arguments.strength, arguments.mask):
+        references = tuple(map(to_pixels, pictures))
+    elif len(pictures) > 1:
+        raise ConfigError(
+            f"--image names {len(pictures)} pictures, and this model starts from one; give one"
+        )
+    elif pictures:
+        image = to_array(pictures[0], size, pipeline.channels)
     if arguments.mask is not None:
         mask = read_mask(open_picture(arguments.mask, f"--mask {arguments.mask}"), size)
     control = None
@@ -183,6 +190,7 @@ def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]
             seed=arguments.seed,
             sampler=arguments.sampler,
             image=image,
+            references=references,
             strength=arguments.strength,
             mask=mask,
             control=control,

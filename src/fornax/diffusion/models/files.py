@@ -30,6 +30,7 @@ __all__ = [
     "Fields",
     "create",
     "load",
+    "load_part",
     "load_tensors",
     "read_class",
     "read_folder_config",
@@ -263,6 +264,39 @@ def load(
     stored = _find(component, folder)
     options = {"dtype": dtype, "compute_dtype": compute_dtype, "mesh": mesh, "rules": rules}
     return load_tensors(component, config, stored, folder, **options)
+
+
+def load_part(
+    component: Component[ConfigT, ModuleT],
+    folder: str | Path,
+    key: str | None,
+    name: Callable[[str], str | None],
+    *,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+) -> ModuleT:
+    """A module that is a part of what a folder is of.
+
+    Args:
+      component: what the part is.
+      folder: as of `load`, and so are the dtypes and what is raised.
+      key: of config.json, with the part's own keys; None where they are among the others.
+      name: the key map's name of a tensor, None for those of other parts.
+      dtype: of the parameters.
+      compute_dtype: of the products.
+    """
+    folder = Path(folder)
+    values = read_folder_config(folder)
+    fields = Fields(values if key is None else values.get(key) or {}, f"{folder / 'config.json'}")
+    config = component.read(fields)
+    if key is not None:
+        fields.finish()
+    named = {
+        own: tensor
+        for each, tensor in find_tensors(folder, DTYPES, stem=component.stem).items()
+        if not each.endswith(component.unread) and (own := name(each)) is not None
+    }
+    return load_tensors(component, config, named, folder, dtype=dtype, compute_dtype=compute_dtype)
 
 
 def load_tensors(

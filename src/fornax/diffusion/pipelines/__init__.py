@@ -2,8 +2,16 @@
 
 from fornax.diffusion.pipelines.convert import PictureParity, convert_pipeline
 from fornax.diffusion.pipelines.load import load_pipeline, with_adapters
-from fornax.diffusion.pipelines.pipeline import Frames, Job, Pipeline, Size, join, parse_size
-from fornax.diffusion.pipelines.request import ImageRequest, plan
+from fornax.diffusion.pipelines.pipeline import (
+    Frames,
+    Job,
+    Pipeline,
+    References,
+    Size,
+    join,
+    parse_size,
+)
+from fornax.diffusion.pipelines.request import ImageRequest, draws_after, plan
 from fornax.diffusion.pipelines.saving import save_pipeline, with_denoiser
 
 __all__ = [
@@ -12,8 +20,10 @@ __all__ = [
     "Job",
     "PictureParity",
     "Pipeline",
+    "References",
     "Size",
     "convert_pipeline",
+    "draws_after",
     "join",
     "load_pipeline",
     "parse_size",

@@ -147,13 +147,18 @@ def _drawn(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray, ImageRequest]:
     """Latents and uint8 pixels of one picture, and what was asked for."""
     side = max(1, _SIDE // pipeline.multiple) * pipeline.multiple
     size = pipeline.size if pipeline.sizes else min(pipeline.size, (side, side))
-    frames = None if pipeline.frames is None else 1
+    frames = None if pipeline.frames is None else 1 + pipeline.frames.cut
     request = ImageRequest(prompt=_PROMPTS[0], size=size, steps=_STEPS, frames=frames)
+    blank = np.zeros((*size, 3), np.float32)
+    if pipeline.references is not None:
+        grey = np.full((*size, 3), 128, np.uint8)
+        request = dataclasses.replace(request, references=(grey,))
+    if pipeline.frames is not None and pipeline.frames.begin is not None:
+        request = dataclasses.replace(request, image=blank)
     if pipeline.fills:
-        blank = np.zeros((*size, 3), np.float32)
         request = dataclasses.replace(request, image=blank, mask=np.ones(size, np.float32))
     if pipeline.follows:
-        request = dataclasses.replace(request, control=np.zeros((*size, 3), np.float32))
+        request = dataclasses.replace(request, control=blank)
     try:
         job = plan(pipeline, request)
     except ConfigError:  # a model of classes

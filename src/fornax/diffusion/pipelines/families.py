@@ -26,7 +26,7 @@ Prompts = Sequence[str | None]
 def latent_pipeline(
     parts: Parts,
     name: str,
-    encode: Callable[[Prompts, Size, float], Condition],
+    encode: Callable[..., Condition],
     *,
     scheduler: Scheduler | None = None,
     **changes: Any,

@@ -3,8 +3,8 @@
 Legend: B prompts, S tokens, D width of text states.
 """
 
+import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from fornax.diffusion.pipelines.parts import Parts, compiled, texts
 from fornax.diffusion.pipelines.pipeline import Pipeline, Size
 
 __all__ = ["LANGUAGE_FAMILIES"]
+
+Encode = Callable[[Prompts, Size, float], Condition]
 
 
 def _pixart(length: int, parts: Parts) -> Pipeline:
@@ -75,10 +77,48 @@ _SANA_INSTRUCTION = "\n".join(
 
 
 def _sana(parts: Parts) -> Pipeline:
-    """Sana: Gemma 2's states of the prompt behind an instruction: the first and the last 299."""
+    """Sana: guided by two evaluations."""
+    encode, encode_negative = _sana_prompts(parts)
+    denoiser = parts.module("transformer")
+    return latent_pipeline(
+        parts,
+        "transformer",
+        encode,
+        encode_negative=encode_negative,
+        patch=denoiser.config.patch[0],
+        side=denoiser.config.sample_size,
+        steps=20,
+        scale=4.5,
+    )
+
+
+def _sana_sprint(parts: Parts) -> Pipeline:
+    """Sana Sprint: a consistency model of one to four steps, told its guidance; times to 1."""
+    read, _ = _sana_prompts(parts)
+    denoiser = parts.module("transformer")
+
+    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
+        told = jnp.full((len(prompts),), guidance, jnp.float32)
+        return dataclasses.replace(read(prompts, size, guidance), guidance_B=told)
+
+    return latent_pipeline(
+        parts,
+        "transformer",
+        encode,
+        guidance="embedded",
+        patch=denoiser.config.patch[0],
+        side=denoiser.config.sample_size,
+        time_scale=1e-3,
+        steps=2,
+        scale=4.5,
+    )
+
+
+def _sana_prompts(parts: Parts) -> tuple[Encode, Encode]:
+    """Gemma 2's states: of the prompt behind an instruction, the first and the last 299; of a
+    negative prompt."""
     tokenizer = parts.tokenizer("tokenizer")
     states = parts.language_model("text_encoder", (-1,))
-    denoiser = parts.module("transformer")
     instruction = tokenizer.encode([_SANA_INSTRUCTION])[0].shape[1]
     rest = _SANA_LENGTH - 1
 
@@ -97,16 +137,7 @@ def _sana(parts: Parts) -> Pipeline:
     def encode_negative(prompts: Prompts, size: Size, guidance: float) -> Condition:
         return condition(_plain(prompts), _SANA_LENGTH)
 
-    return latent_pipeline(
-        parts,
-        "transformer",
-        encode,
-        encode_negative=encode_negative,
-        patch=denoiser.config.patch[0],
-        side=denoiser.config.sample_size,
-        steps=20,
-        scale=4.5,
-    )
+    return encode, encode_negative
 
 
 _QWEN_IMAGE_SYSTEM = (
@@ -168,47 +199,16 @@ def _user(text: str) -> Mapping[str, str]:
     return {"role": "user", "content": text}
 
 
-def _flux2_klein(parts: Parts) -> Pipeline:
-    """FLUX.2 klein: Qwen3's states after three layers, padding included; distilled, or guided."""
-    tokenizer, chat = parts.tokenizer("tokenizer"), parts.chat("tokenizer")
-    states = parts.language_model("text_encoder", (9, 18, 27))
-
-    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
-        asked = [chat([_user(text)], enable_thinking=False) for text in texts(prompts)]
-        return Condition(text_BSD=states(*tokenizer.encode(asked, 512)))
-
-    distilled = bool(parts.index.get("is_distilled", False))
-    return latent_pipeline(
-        parts,
-        "transformer",
-        encode,
-        scheduler=parts.scheduler_with(_empirical_shift),
-        side=64,
-        guidance="none" if distilled else "free",
-        steps=4 if distilled else 50,
-        scale=1.0 if distilled else 4.0,
-    )
-
-
-def _empirical_shift(steps: int, tokens: int) -> float:
-    """FLUX.2's shift of a flow: its logarithm lies between lines through tokens for 10 and for 200
-    steps (github.com/black-forest-labs/flux2)."""
-    many = 0.00016927 * tokens + 0.45666666
-    if tokens > 4300:
-        return math.exp(many)
-    few = 8.73809524e-05 * tokens + 1.89833333
-    return math.exp(many + (many - few) / 190 * (steps - 200))
-
-
 LANGUAGE_FAMILIES: Mapping[str, Callable[[Parts], Pipeline]] = {
     "PixArtAlphaPipeline": functools.partial(_pixart, 120),
     "PixArtSigmaPipeline": functools.partial(_pixart, 300),
     "SanaPipeline": _sana,
+    "SanaSprintPipeline": _sana_sprint,
+    "SanaSprintImg2ImgPipeline": _sana_sprint,
     "QwenImagePipeline": _qwen_image,
     "QwenImageImg2ImgPipeline": _qwen_image,
     "QwenImageInpaintPipeline": _qwen_image,
     "ZImagePipeline": _z_image,
     "ZImageImg2ImgPipeline": _z_image,
-    "Flux2KleinPipeline": _flux2_klein,
 }
 """What loads a folder, as `families.FAMILIES`."""

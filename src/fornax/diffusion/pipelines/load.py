@@ -17,6 +17,7 @@ from fornax.diffusion.lora import Adapter, ByRow, merge_lora, read_lora
 from fornax.diffusion.models.unet import UNet
 from fornax.diffusion.network import Network
 from fornax.diffusion.pipelines.control import Controlled
+from fornax.diffusion.pipelines.editing import EDITING_FAMILIES
 from fornax.diffusion.pipelines.families import FAMILIES
 from fornax.diffusion.pipelines.language_families import LANGUAGE_FAMILIES
 from fornax.diffusion.pipelines.parts import Parts
@@ -33,7 +34,7 @@ __all__ = [
     "with_adapters",
 ]
 
-PIPELINES = {**FAMILIES, **LANGUAGE_FAMILIES, **VIDEO_FAMILIES}
+PIPELINES = {**FAMILIES, **LANGUAGE_FAMILIES, **EDITING_FAMILIES, **VIDEO_FAMILIES}
 """What loads a folder, by `_class_name` of its model_index.json."""
 
 

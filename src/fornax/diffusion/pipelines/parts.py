@@ -85,7 +85,7 @@ class Parts:
                 dtype = jnp.float32  # its activations overflow float16
             given = {"dtype": dtype, "compute_dtype": self._compute_dtype, **options}
             own = self._denoiser if name == self.denoiser else None
-            self.modules[name] = load_component(self._at(name), **given) if own is None else own
+            self.modules[name] = load_component(self.at(name), **given) if own is None else own
         return self.modules[name]
 
     def language_model(self, name: str, layers: Sequence[int]) -> Callable[..., jax.Array]:
@@ -98,34 +98,46 @@ class Parts:
         Raises:
           ConfigError, CheckpointError: those of `load_pretrained`; a model with fewer layers.
         """
-        dtypes = (self._dtype, self._compute_dtype)
-        stored, computed = (None if dtype is None else jnp.dtype(dtype) for dtype in dtypes)
-        decoder = load_pretrained(self._at(name), stored, compute_dtype=computed)
 
         def call(decoder: Decoder, tokens_BS: jax.Array, mask_BS: jax.Array) -> jax.Array:
             states = decoder.hidden_states(tokens_BS, mask_BS, layers=layers)
             return states.reshape(*states.shape[:2], -1)
 
-        return compiled(decoder, call)
+        return compiled(self.decoder(name), call)
+
+    def decoder(self, name: str) -> Decoder:
+        """A language model; errors are those of `load_pretrained`."""
+        stored, computed = (None if d is None else jnp.dtype(d) for d in self.dtypes.values())
+        return load_pretrained(self.at(name), stored, compute_dtype=computed)
+
+    @property
+    def dtypes(self) -> dict[str, DTypeLike | None]:
+        """Of text encoders, as `load_component` takes them."""
+        return {"dtype": self._dtype, "compute_dtype": self._compute_dtype}
 
     def chat(self, name: str) -> Callable[..., str]:
-        """`chat(messages, **variables)`: a conversation as a tokenizer's template writes it.
+        """`chat(messages, ask=True, **variables)`: a conversation as a tokenizer's template writes
+        it, where it asks with the beginning of an answer.
 
         Raises:
           ConfigError: the tokenizer has no template.
         """
-        template = ChatTemplate.find(self._at(name))
+        template = ChatTemplate.find(self.at(name))
         if template is None:
             raise ConfigError(
-                f"{self._at(name)} has no chat template, which this pipeline's prompts are written "
+                f"{self.at(name)} has no chat template, which this pipeline's prompts are written "
                 "with; copy chat_template.jinja, or tokenizer_config.json with it, there again"
             )
-        return lambda messages, **variables: template.render(messages, variables=variables)
+
+        def write(messages: Any, *, ask: bool = True, **variables: Any) -> str:
+            return template.render(messages, add_generation_prompt=ask, variables=variables)
+
+        return write
 
     def fingerprint(self, *names: str) -> str:
         """The hash of all files of components; those that the pipeline has not are passed over."""
         digest = hashlib.sha256()
-        for file in sorted(f for n in names if self.has(n) for f in self._at(n).rglob("*")):
+        for file in sorted(f for n in names if self.has(n) for f in self.at(n).rglob("*")):
             if file.is_file():
                 digest.update(f"{file.relative_to(self.folder)}".encode())
                 with file.open("rb") as stream:
@@ -134,28 +146,40 @@ class Parts:
 
     def tokenizer(self, name: str) -> PromptTokenizer:
         """A tokenizer; errors are those of `load_prompt_tokenizer`."""
-        return load_prompt_tokenizer(self._at(name))
+        return load_prompt_tokenizer(self.at(name))
 
     def settings(self, name: str) -> dict[str, Any]:
-        """What an image processor's folder says.
+        """What the folder of an image processor, or of a processor of images and text, says.
 
         Raises:
-          CheckpointError: there is no readable preprocessor_config.json.
+          CheckpointError: there is neither preprocessor_config.json nor processor_config.json that
+            can be read.
         """
-        file = self._at(name) / "preprocessor_config.json"
+        file = self.at(name) / "preprocessor_config.json"
+        whole = self.at(name) / "processor_config.json"
         try:
+            if not file.exists() and whole.exists():
+                return dict(json.loads(whole.read_text(encoding="utf-8"))["image_processor"])
             return dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from None
 
     def length(self, name: str, default: int) -> int:
         """Tokens of a prompt that a tokenizer's config allows; `default` where it says none."""
-        file = self._at(name) / "tokenizer_config.json"
-        try:
-            said = json.loads(file.read_text(encoding="utf-8")).get("model_max_length", default)
-        except (OSError, ValueError, AttributeError):
-            return default
+        said = self._said(name, "model_max_length")
         return said if isinstance(said, int) and 0 < said <= 4096 else default
+
+    def pads_left(self, name: str) -> bool:
+        """Whether a tokenizer's config says that padding stands before the tokens."""
+        return self._said(name, "padding_side") == "left"
+
+    def _said(self, name: str, key: str) -> Any:
+        """Of a tokenizer's config; None where it says nothing."""
+        file = self.at(name) / "tokenizer_config.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8")).get(key)
+        except (OSError, ValueError, AttributeError):
+            return None
 
     @functools.cached_property
     def scheduler(self) -> Scheduler:
@@ -164,9 +188,14 @@ class Parts:
 
     def scheduler_with(self, dynamic_shift: Callable[[int, int], float] | None) -> Scheduler:
         """The scheduler with a rule of its own; see `read_scheduler`."""
-        return read_scheduler(self._at("scheduler"), dynamic_shift)
+        return read_scheduler(self.at("scheduler"), dynamic_shift)
 
-    def _at(self, name: str) -> Path:
+    def at(self, name: str) -> Path:
+        """A component's folder.
+
+        Raises:
+          ConfigError: the pipeline has none of the name.
+        """
         if not self.has(name):
             raise ConfigError(
                 f"{self.folder / 'model_index.json'} names no {name}, which this pipeline needs; "

@@ -7,12 +7,12 @@ import io
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fornax.config.errors import DataError
 from fornax.diffusion.pipelines.pipeline import Size
 
-__all__ = ["FORMATS", "encode_picture", "open_picture", "read_mask", "to_array"]
+__all__ = ["FORMATS", "encode_picture", "open_picture", "read_mask", "to_array", "to_pixels"]
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 _MOST_PIXELS = 64 << 20
@@ -54,6 +54,15 @@ def to_array(picture: Image.Image, size: Size, channels: int) -> np.ndarray:
         picture = picture.resize((width, height), Image.Resampling.LANCZOS)
     array = np.asarray(picture, np.float32) / 127.5 - 1
     return array.reshape(height, width, channels)
+
+
+def to_pixels(picture: Image.Image, size: Size | None = None) -> np.ndarray:
+    """A picture -> uint8 [H, W, 3], cut around its middle to the proportions of a size and brought
+    to it; None for its own. Transparency is dropped."""
+    picture = picture.convert("RGB")
+    if size is not None and picture.size != size[::-1]:
+        picture = ImageOps.fit(picture, size[::-1], Image.Resampling.LANCZOS)
+    return np.asarray(picture)
 
 
 def read_mask(picture: Image.Image, size: Size) -> np.ndarray:

@@ -28,7 +28,16 @@ from fornax.diffusion.sampling import KeepingNetwork, Network, inpaint, sample, 
 from fornax.diffusion.schedules import Schedule
 from fornax.mesh import Rules, tree_shardings, use_mesh
 
-__all__ = ["Frames", "Guidance", "Job", "Pipeline", "Size", "join", "parse_size"]
+__all__ = [
+    "Frames",
+    "Guidance",
+    "Job",
+    "Pipeline",
+    "References",
+    "Size",
+    "join",
+    "parse_size",
+]
 
 Size = tuple[int, int]
 """Height and width in pixels."""
@@ -53,28 +62,53 @@ class Frames:
       sizes: of a rate, the numbers that the denoiser receives (`Condition.sizes_BN`); None where
         it receives none.
       begin: of an image float32 [1, H, W, 3] in [-1, 1] that a video of this many frames begins
-          with,
-        the fields of `Condition` that tell the denoiser; None where videos are of text alone.
+        with, the fields of `Condition` that tell the denoiser, and the image's latents
+        [1, 1, h, w, C]; None where videos are of text alone.
+      lean: share of those latents, beside the noise, in each of a video's latents at the start.
+      cut: frames at the front of what is decoded that are not of the video.
     """
 
     count: int
     factor: int
     rate: float
     sizes: Callable[[float], Sequence[float]] | None = None
-    begin: Callable[[jax.Array, int], Mapping[str, jax.Array]] | None = None
+    begin: Callable[[jax.Array, int], tuple[Mapping[str, jax.Array], jax.Array]] | None = None
+    lean: float = 0.0
+    cut: int = 0
 
     def latent(self, count: int) -> int:
         """Frames of latents of a video's.
 
         Raises:
-          ConfigError: another number than 1 + k n.
+          ConfigError: another number than 1 + k n, or none that is left.
         """
+        if count <= self.cut:
+            raise ConfigError(
+                f"frames={count}: this model draws {self.cut} frames before those of the video; "
+                f"use {self.cut + 1} or more"
+            )
         if count < 1 or (count - 1) % self.factor:
             near = max(0, round((count - 1) / self.factor)) * self.factor + 1
             raise ConfigError(
                 f"frames={count}: this model draws 1 + {self.factor} n frames; use {near}"
             )
         return 1 + (count - 1) // self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class References:
+    """The images that a model draws after, as tokens beside the sample's.
+
+    Attributes:
+      size: at which a picture of a size is read, before it is cut to a multiple around its middle.
+        Raises ConfigError for a picture that the model cannot read.
+      most: of them; None for any number.
+      needed: whether there must be one.
+    """
+
+    size: Callable[[Size], Size]
+    most: int | None = None
+    needed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +135,9 @@ class Pipeline:
       channels: of an image: 3, or 1 for grey.
       sizes: the only ones, where there are any.
       frames: of a model that draws videos; None for images.
+      references: of a model that can draw after images; None for others.
+      sees: whether `encode` and `encode_negative` take, behind the rest, the images that a request
+        draws after or its video begins with, uint8 [H, W, 3] each: prompts are read beside them.
       steps: by default.
       scale: of guidance, by default.
       time_scale: the denoiser's time is the schedule's t times this.
@@ -124,17 +161,19 @@ class Pipeline:
     prediction: Prediction
     schedule: Callable[[int, tuple[int, ...]], Schedule]
     sampler: Callable[[Schedule], Table]
-    encode: Callable[[Prompts, Size, float], Condition]
+    encode: Callable[..., Condition]
     latent_shape: Callable[[Size], tuple[int, ...]]
     decode: Callable[[jax.Array], jax.Array]
     to_latents: Callable[[jax.Array], jax.Array] | None = None
-    encode_negative: Callable[[Prompts, Size, float], Condition] | None = None
+    encode_negative: Callable[..., Condition] | None = None
     guidance: Guidance = "free"
     size: Size = (512, 512)
     multiple: int = 8
     channels: Literal[1, 3] = 3
     sizes: tuple[Size, ...] = ()
     frames: Frames | None = None
+    references: References | None = None
+    sees: bool = False
     steps: int = 30
     scale: float = 5.0
     time_scale: float = 1.0
@@ -362,6 +401,8 @@ class Pipeline:
           ConfigError: an image is not finite.
         """
         images_BHWC = np.asarray(self.decode(latents_BX), np.float32)
+        if self.frames is not None:
+            images_BHWC = images_BHWC[:, self.frames.cut :]
         if not np.isfinite(images_BHWC).all():
             what = "image" if self.frames is None else "video"
             raise ConfigError(

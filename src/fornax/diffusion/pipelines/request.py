@@ -16,11 +16,12 @@ from fornax.config import nearest
 from fornax.config.errors import ConfigError
 from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.pipelines.pipeline import Frames, Job, Pipeline, Size
+from fornax.diffusion.pipelines.references import read_reference
 from fornax.diffusion.samplers import SAMPLERS, Table
 from fornax.diffusion.sampling import noised
 from fornax.diffusion.schedules import Schedule
 
-__all__ = ["ImageRequest", "plan"]
+__all__ = ["ImageRequest", "draws_after", "plan"]
 
 _SEEDS = 2**32
 _STEPS = 1000
@@ -50,6 +51,8 @@ class ImageRequest:
     """A name of `SAMPLERS`."""
     image: np.ndarray | None = None
     """float32 [H, W, C] in [-1, 1] to start from; of a video its first frame."""
+    references: tuple[np.ndarray, ...] = ()
+    """uint8 [H, W, 3] to draw after, each of any size (`References`)."""
     strength: float | None = None
     """In (0, 1]: how much of the schedule an image goes through; 0.8, or 1 with a mask."""
     mask: np.ndarray | None = None
@@ -60,6 +63,12 @@ class ImageRequest:
     """One of `Pipeline.adapters`; None for the model alone."""
     latents_BX: jax.Array | None = None
     """float32 [count, *X] standard normal noise instead of the seed's."""
+
+
+def draws_after(pipeline: Pipeline, strength: float | None, mask: object | None) -> bool:
+    """Whether images that are given are those to draw after (`ImageRequest.references`), and not
+    one to start from: of a model that can, where nothing says how much of it is kept."""
+    return pipeline.references is not None and strength is None and mask is None
 
 
 def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
@@ -74,10 +83,20 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
     scale = pipeline.scale if request.guidance is None else request.guidance
     shape = pipeline.latent_shape(size)
     told: dict[str, Any] = {}
+    first_BX = None
     if pipeline.frames is not None:
         count = request.frames or pipeline.frames.count
         shape = (pipeline.frames.latent(count), *shape)
-        told = _told(pipeline.frames, request, count)
+        told, first_BX = _told(pipeline.frames, request, count)
+    if request.references:
+        assert pipeline.to_latents is not None, "models with references have an autoencoder"
+        assert pipeline.references is not None, "refused above"
+        told["references"] = tuple(
+            pipeline.to_latents(
+                jnp.asarray(read_reference(picture, pipeline.references, pipeline.multiple))[None]
+            ).astype(jnp.float32)
+            for picture in request.references
+        )
     schedule = pipeline.schedule(request.steps or pipeline.steps, shape)
     strength = request.strength or (0.8 if request.mask is None else 1.0)
     asks, cache, whole = None, pipeline.cache, schedule
@@ -94,6 +113,13 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
     if noise_BX is None:
         noise_BX = jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(keys)
     data_BX, keep = None, None
+    if first_BX is not None and pipeline.frames is not None:
+        lean = pipeline.frames.lean
+        noise_BX = (1 - lean) * noise_BX + lean * first_BX
+    if "first_BX" in told:
+        data_BX = jnp.zeros_like(noise_BX).at[:, :1].set(first_BX)
+        keep = (data_BX, jnp.ones_like(noise_BX[..., :1]).at[:, 0].set(0.0), noise_BX)
+        data_BX = None
     if starts:
         assert request.image is not None, "it was tested"
         assert pipeline.to_latents is not None, "refused above"
@@ -102,8 +128,10 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
         if request.mask is not None and not pipeline.fills:
             keep = (data_BX, _latent_mask(request.mask, noise_BX.shape), noise_BX)
 
+    pictures = (_seen(request),) if pipeline.sees else ()
+
     def rows(prompt: str | None, encode: Callable[..., Condition]) -> Condition:
-        row = encode([prompt], size, scale)
+        row = encode([prompt], size, scale, *pictures)
         row = dataclasses.replace(row, image_BX=_beside(pipeline, request, shape, row.image_BX))
         row = dataclasses.replace(row, **told)  # pyrefly: ignore[bad-argument-type]
         if pipeline.adapters:
@@ -129,15 +157,27 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
     )
 
 
-def _told(frames: Frames, request: ImageRequest, count: int) -> dict[str, Any]:
-    """Fields of a video's condition that do not follow from the prompt, [1, ...]."""
+def _seen(request: ImageRequest) -> tuple[np.ndarray, ...]:
+    """The images beside which a prompt is read, uint8 [H, W, 3]."""
+    if request.image is None or request.references:
+        return request.references
+    return (np.round((request.image + 1) * 127.5).astype(np.uint8),)
+
+
+def _told(
+    frames: Frames, request: ImageRequest, count: int
+) -> tuple[dict[str, Any], jax.Array | None]:
+    """Fields of a video's condition that do not follow from the prompt, [1, ...], and the latents
+    of its first frame where that is given."""
     told: dict[str, Any] = {}
+    first_BX = None
     if frames.sizes is not None:
         told["sizes_BN"] = jnp.float32([frames.sizes(request.rate or frames.rate)])
     if frames.begin is not None:
         assert request.image is not None, "refused before"
-        told |= frames.begin(jnp.asarray(request.image)[None], count)
-    return told
+        more, first_BX = frames.begin(jnp.asarray(request.image)[None], count)
+        told |= more
+    return told, first_BX
 
 
 def _beside(
@@ -226,6 +266,7 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
     if (request.control is not None) != pipeline.follows:
         what = "follows an image; give one (--control)"
         raise ConfigError(f"this model {what if pipeline.follows else 'follows no image'}")
+    _check_references(pipeline, request)
     if request.control is not None and request.control.shape[:2] != size:
         height, width = request.control.shape[:2]
         raise ConfigError(
@@ -254,6 +295,18 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
         raise ConfigError(f"the mask is {width}x{height}; it must be {size[1]}x{size[0]}")
     if request.strength is not None and not 0 < request.strength <= 1:
         raise ConfigError(f"strength={request.strength:g} must be above 0 and at most 1")
+
+
+def _check_references(pipeline: Pipeline, request: ImageRequest) -> None:
+    count, known = len(request.references), pipeline.references
+    if known is None:
+        if count:
+            raise ConfigError("this model draws after no images; leave the references out")
+        return
+    if known.needed and not count:
+        raise ConfigError("this model draws after an image; give one (--image)")
+    if known.most is not None and count > known.most:
+        raise ConfigError(f"{count} images to draw after: this model takes {known.most} at most")
 
 
 def _latent_mask(mask_HW: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -90,6 +90,8 @@ def read_scheduler(
         )
     if values.get("thresholding"):
         raise ConfigError(f"{file}: thresholding is not supported; set it to false")
+    if name == "SCMScheduler":
+        return _consistency(values, str(file))
     if name.startswith("FlowMatch") or values.get("use_flow_sigmas"):
         return _flow(name, values, str(file), dynamic_shift)
     return _chain(name, values, str(file))
@@ -217,6 +219,37 @@ def _flow(
     )
 
 
+_SCM_SECOND = 1.3
+"""The angle of the second of two steps (SANA-Sprint, Chen et al. 2025)."""
+
+
+def _consistency(values: Mapping[str, Any], where: str) -> Scheduler:
+    """TrigFlow's angles, from a quarter turn to 0, of a network whose claims are noised again.
+
+    At the angle a the sample is cos(a) data + sin(a) noise (Lu and Song 2024), which over
+    cos(a) + sin(a) is a flow's, whose velocity the network predicts (SANA-Sprint, Chen et al.
+    2025).
+    """
+    total = values.get("num_train_timesteps", 1000)
+    if values.get("prediction_type", "trigflow") != "trigflow":
+        raise ConfigError(f"{where}: prediction_type must be trigflow")
+
+    def schedule(steps: int, tokens: int) -> Schedule:
+        angles = np.linspace(np.pi / 2, 0, steps + 1)
+        if steps == 2:
+            angles[1] = _SCM_SECOND
+        sigma = np.sin(angles) / (np.cos(angles) + np.sin(angles))
+        sigma[0], sigma[-1] = 1.0, 0.0
+        return Schedule(path="flow", t=total * sigma, alpha=1 - sigma, sigma=sigma)
+
+    return Scheduler(
+        prediction="flow",
+        schedule=schedule,
+        sampler=_SAMPLERS["SCMScheduler"](values),
+        objective=lambda tokens: Objective(prediction="flow"),
+    )
+
+
 def _prediction(values: Mapping[str, Any], default: str, where: str) -> Prediction:
     said = values.get("prediction_type", default)
     if said not in _PREDICTIONS:
@@ -265,6 +298,7 @@ _SAMPLERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Schedule], Table]]]
     "TCDScheduler": _named("ddim"),
     "FlowMatchEulerDiscreteScheduler": _named("euler"),
     "FlowMatchHeunDiscreteScheduler": _named("heun"),
+    "SCMScheduler": _named("lcm"),
 }
 """Samplers of diffusers' schedulers, of what their files say. PNDM's method is not here: its files
 run the second-order solver, which is better at the same number of steps."""

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from PIL import Image
 
 from fornax.config.errors import ConfigError
 from fornax.diffusion.models.condition import Condition
@@ -19,6 +18,7 @@ from fornax.diffusion.models.transformer import FractionalRopeConfig
 from fornax.diffusion.pipelines.experts import Experts
 from fornax.diffusion.pipelines.parts import Parts, compiled, texts
 from fornax.diffusion.pipelines.pipeline import Frames, Pipeline, Size
+from fornax.diffusion.pipelines.vision_language import Pictures, clip_pixels, llava
 
 __all__ = ["VIDEO_FAMILIES"]
 
@@ -27,12 +27,14 @@ Prompts = Sequence[str | None]
 
 def _video_pipeline(
     parts: Parts,
-    encode: Callable[[Prompts, Size, float], Condition],
+    encode: Callable[..., Condition],
     *,
     denoiser: Any,
     count: int,
     rate: float,
-    begin: Callable[[Any, jax.Array, int], dict[str, jax.Array]] | None = None,
+    begin: Callable[[Any, jax.Array, int], tuple[dict[str, jax.Array], jax.Array]] | None = None,
+    lean: float = 0.0,
+    cut: int = 0,
     **fields: Any,
 ) -> Pipeline:
     """A pipeline over the latents of a video's autoencoder.
@@ -44,6 +46,8 @@ def _video_pipeline(
       count: of frames, by default.
       rate: frames per second, by default.
       begin: as of `Frames`, of the autoencoder too.
+      lean: as of `Frames`.
+      cut: likewise.
       fields: of `Pipeline`, that the family has.
     """
     vae, scheduler = parts.module("vae"), parts.scheduler
@@ -78,6 +82,8 @@ def _video_pipeline(
             rate=rate,
             sizes=spacing if spaced else None,
             begin=None if begin is None else functools.partial(begin, vae),
+            lean=lean,
+            cut=cut,
         ),
         multiple=factor * patch[-1],
         **fields,
@@ -111,13 +117,14 @@ def _wan_of(parts: Parts, **fields: Any) -> Pipeline:
                 "which says from which times on it draws; write it there, such as 0.875"
             )
         denoiser = Experts(denoiser, parts.module("transformer_2"), 1000 * float(boundary))
+    dense = bool(parts.index.get("expand_timesteps"))  # Wan 2.2's 5B model
     return _video_pipeline(
         parts,
         encode,
         denoiser=denoiser,
-        count=81,
-        rate=16,
-        size=(480, 832),
+        count=121 if dense else 81,
+        rate=24 if dense else 16,
+        size=(704, 1280) if dense else (480, 832),
         steps=50,
         scale=5.0,
         **fields,
@@ -126,49 +133,51 @@ def _wan_of(parts: Parts, **fields: Any) -> Pipeline:
 
 def _wan_from_an_image(parts: Parts) -> Pipeline:
     """Wan from a first frame: latents of it and of grey behind, and a mask, as channels; in 2.1
-    CLIP's states of it too, those before the last layer."""
+    CLIP's states of it too, those before the last layer. Wan 2.2's 5B model, with a time for each
+    patch, has its latents in the place of the video's first."""
     if parts.index.get("expand_timesteps"):
-        raise ConfigError(
-            f"{parts.folder}: expand_timesteps, a time for each patch as of Wan 2.2's 5B model, is "
-            "not supported; draw from text with its WanPipeline"
-        )
+        if not parts.module("transformer").config.first_frame:
+            raise ConfigError(
+                f"{parts.folder / 'model_index.json'} says expand_timesteps, which is of a "
+                "transformer that takes the sample's channels alone, in patches of one frame; set "
+                "it to false for this transformer"
+            )
+        return _wan_of(parts, begin=_first_latents)
 
     see = _clip_states(parts) if parts.module("transformer").config.image_states else None
 
-    def begin(vae: Any, image_BHWC: jax.Array, count: int) -> dict[str, jax.Array]:
+    def begin(
+        vae: Any, image_BHWC: jax.Array, count: int
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
         video_BFHWC = jnp.pad(image_BHWC[:, None], ((0, 0), (0, count - 1), *((0, 0),) * 3))
         latents_BFHWC = vae.latents(video_BFHWC)
         mask = jnp.zeros((*latents_BFHWC.shape[:-1], vae.config.frame_factor), jnp.float32)
         told = {"image_BX": jnp.concatenate([mask.at[:, 0].set(1.0), latents_BFHWC], -1)}
-        return told if see is None else {**told, "text2_BSD": see(image_BHWC)}
+        if see is not None:
+            told["text2_BSD"] = see(image_BHWC)
+        return told, latents_BFHWC[:, :1]
 
     return _wan_of(parts, begin=begin)
 
 
+def _first_latents(
+    vae: Any, image_BHWC: jax.Array, count: int
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The latents of a first frame, which stand in the place of the video's first."""
+    latents_BFHWC = vae.latents(image_BHWC[:, None])
+    return {"first_BX": latents_BFHWC}, latents_BFHWC
+
+
 def _clip_states(parts: Parts) -> Callable[[jax.Array], jax.Array]:
-    """CLIP's states before the last layer, of images [1, H, W, 3] in [-1, 1]: the shorter side
-    becomes its size, the middle is cut out, and each colour is normalised as the files say."""
+    """CLIP's states before the last layer, of an image [1, H, W, 3] in [-1, 1] (`clip_pixels`)."""
     encoder, settings = parts.module("image_encoder"), parts.settings("image_processor")
-    side = encoder.config.image_size
     run = compiled(encoder, lambda encoder, x_BHWC: encoder(x_BHWC, skip=1))
-    mean = np.float32(settings.get("image_mean", _MEAN))
-    deviation = np.float32(settings.get("image_std", _DEVIATION))
 
     def see(image_BHWC: jax.Array) -> jax.Array:
         pixels_HWC = np.asarray(jnp.round((image_BHWC[0] + 1) * 127.5), np.uint8)
-        picture = Image.fromarray(pixels_HWC)
-        shorter = min(picture.size)
-        width, height = (int(n * side / shorter) for n in picture.size)
-        picture = picture.resize((width, height), Image.Resampling.BICUBIC)
-        left, top = (width - side) // 2, (height - side) // 2
-        picture = picture.crop((left, top, left + side, top + side))
-        return run(((np.asarray(picture, np.float32) / 255 - mean) / deviation)[None])
+        return run(clip_pixels(pixels_HWC, encoder.config.image_size, settings)[None])
 
     return see
-
-
-_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of colours, as CLIP's images are normalised where a file does not say."""
 
 
 def _ltx(parts: Parts) -> Pipeline:
@@ -233,7 +242,94 @@ def _hunyuan_video(parts: Parts) -> Pipeline:
     )
 
 
+_HUNYUAN_VIDEO_SEEN_BEFORE = (
+    "<|start_header_id|>system<|end_header_id|>\n\n<image>\nDescribe the video by detailing the "
+    "following aspects according to the reference image: 1. The main content and theme of the "
+    "video.2. The color, shape, size, texture, quantity, text, and spatial relationships of the "
+    "objects.3. Actions, events, behaviors temporal relationships, physical movement changes of "
+    "the objects.4. background environment, light, style and atmosphere.5. camera angles, "
+    "movements, and transitions used in the video:<|eot_id|>\n\n"
+    "<|start_header_id|>user<|end_header_id|>\n\n"
+)
+_HUNYUAN_VIDEO_SEEN_AFTER = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+"""What prompts stand between in training from an image (as above)."""
+_HUNYUAN_VIDEO_SEEN_SKIPPED, _HUNYUAN_VIDEO_HEADER = 103, 4
+"""Tokens before the prompt, the image's counted as one, and of the answer's header, from the end of
+the prompt, which are left out."""
+_HUNYUAN_VIDEO_LEAN = 0.001
+
+
+def _hunyuan_video_from_an_image(parts: Parts) -> Pipeline:
+    """HunyuanVideo from a first frame: LLaVA reads the prompt beside it. Its latents are channels
+    beside the sample's, with one more latent frame than the video, or stand in the place of the
+    sample's first."""
+    read, words = llava(parts), parts.tokenizer("tokenizer")
+    clip_words, clip = parts.tokenizer("tokenizer_2"), parts.module("text_encoder_2")
+    pool = compiled(clip, lambda clip, tokens: clip(tokens)[1])
+    denoiser = parts.module("transformer")
+    config = denoiser.config
+    embedded, instead = config.embedder.guidance_scale is not None, config.first_frame
+    if not instead and not config.image_channels:
+        raise ConfigError(
+            f"{parts.folder}: the transformer's image_condition_type is null, which is of videos "
+            "from text alone; draw with its HunyuanVideoPipeline"
+        )
+    skipped, every = _HUNYUAN_VIDEO_SEEN_SKIPPED, 4 if instead else 2
+    ends = words.token("<|end_header_id|>")
+
+    def states(text: str, picture_HWC: np.ndarray) -> tuple[jax.Array, np.ndarray]:
+        text = _HUNYUAN_VIDEO_SEEN_BEFORE + text.replace("<image>", "") + _HUNYUAN_VIDEO_SEEN_AFTER
+        found = read(text, picture_HWC, skipped + _HUNYUAN_VIDEO_LENGTH)
+        # Where the image's states are, and what is behind the header of the answer; a prompt that
+        # is too long has cut that off.
+        image = np.flatnonzero(found.tokens_S == found.image)
+        headers = np.flatnonzero(found.tokens_S == ends)
+        after = (headers[2] if len(headers) > 2 else len(found.tokens_S) - 1) + 1
+        kept = np.r_[
+            image[::every],
+            skipped - 1 + len(image) : after - _HUNYUAN_VIDEO_HEADER,
+            after : len(found.tokens_S),
+        ]
+        return found.states_SD[kept], found.mask_S[kept]
+
+    def encode(prompts: Prompts, size: Size, guidance: float, pictures: Pictures) -> Condition:
+        found = [states(text, pictures[0]) for text in texts(prompts)]
+        clip_tokens_BS, _ = clip_words.encode(texts(prompts), clip.config.max_positions)
+        return Condition(
+            text_BSD=jnp.stack([text_SD for text_SD, _ in found]),
+            text_mask_BS=jnp.asarray(np.stack([mask_S for _, mask_S in found])),
+            pooled_BD=pool(clip_tokens_BS),
+            guidance_B=jnp.full((len(prompts),), guidance, jnp.float32) if embedded else None,
+        )
+
+    def beside(
+        vae: Any, image_BHWC: jax.Array, count: int
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        first_BFHWC = vae.latents(image_BHWC[:, None])
+        shown = jnp.concatenate([first_BFHWC, jnp.ones_like(first_BFHWC[..., :1])], -1)
+        frames = 1 + (count - 1) // vae.config.frame_factor
+        rest = ((0, 0), (0, frames - 1), (0, 0), (0, 0), (0, 0))
+        return {"image_BX": jnp.pad(shown, rest)}, first_BFHWC
+
+    return _video_pipeline(
+        parts,
+        encode,
+        denoiser=denoiser,
+        count=129,
+        rate=24,
+        begin=_first_latents if instead else beside,
+        lean=_HUNYUAN_VIDEO_LEAN,
+        cut=0 if instead else parts.module("vae").config.frame_factor,
+        sees=True,
+        guidance="embedded" if embedded else "none",
+        size=(720, 1280),
+        steps=50,
+        scale=1.0,
+    )
+
+
 VIDEO_FAMILIES: Mapping[str, Callable[[Parts], Pipeline]] = {
+    "HunyuanVideoImageToVideoPipeline": _hunyuan_video_from_an_image,
     "HunyuanVideoPipeline": _hunyuan_video,
     "LTXPipeline": _ltx,
     "WanImageToVideoPipeline": _wan_from_an_image,

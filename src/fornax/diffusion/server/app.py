@@ -1,5 +1,6 @@
 """The app: routes, and what every request passes."""
 
+import numpy as np
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
@@ -64,7 +65,18 @@ def create_server(
 
 def start(server: Server) -> None:
     """Start the engine, which compiles each size first."""
-    server.engine.start([ImageRequest(size=size, steps=2) for size in server.sizes.values()])
+    references = server.engine.pipeline.references
+    needed = references is not None and references.needed
+    server.engine.start(
+        [
+            ImageRequest(
+                size=size,
+                steps=2,
+                references=(np.zeros((*size, 3), np.uint8),) if needed else (),
+            )
+            for size in server.sizes.values()
+        ]
+    )
 
 
 def create_app(server: Server) -> FastAPI:

@@ -6,7 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -15,8 +15,13 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from fornax.config.errors import ConfigError, DataError, EngineError
-from fornax.diffusion.pipelines import ImageRequest, Size, parse_size
-from fornax.diffusion.pipelines.pictures import encode_picture, open_picture, to_array
+from fornax.diffusion.pipelines import ImageRequest, Size, draws_after, parse_size
+from fornax.diffusion.pipelines.pictures import (
+    encode_picture,
+    open_picture,
+    to_array,
+    to_pixels,
+)
 from fornax.diffusion.server.engine import Done, Failed, Partial, Told
 from fornax.diffusion.server.multipart import read_form
 from fornax.diffusion.server.protocol import (
@@ -72,7 +77,7 @@ async def generations(body: GenerationBody, server: ServerDep, context: ContextD
 
 @router.post("/v1/images/edits", response_model=Images, responses=failures(404, 415, 429, 503))
 async def edits(request: Request, server: ServerDep, context: ContextDep) -> Response:
-    """Draw what a prompt says over a picture, or where its mask is transparent."""
+    """Draw what a prompt says after pictures, over one, or where its mask is transparent."""
     body = await _form(request, EditBody)
     return _answer(server, context, body, "image_edit", prompt=body.prompt, started=body)
 
@@ -86,9 +91,14 @@ async def variations(request: Request, server: ServerDep, context: ContextDep) -
 
 async def _form(request: Request, kind: type[B]) -> B:
     """A form as a body: its texts are read as the types of the fields; 400 as for JSON."""
-    fields = read_form(request.headers.get("content-type", ""), await request.body())
+    fields = read_form(
+        request.headers.get("content-type", ""),
+        await request.body(),
+        several=("image",) if kind is EditBody else (),
+    )
     for name, value in fields.items():
-        if isinstance(value, bytes) != (name in ("image", "mask")):
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bytes) != (name in ("image", "mask")) for one in values):
             raise ApiError(400, f"{name} is sent as a file, others are not", param=name)
     try:
         return kind.model_validate(fields, strict=False)
@@ -118,7 +128,7 @@ def _answer(
     """The answer to a request; all of it that can be refused at once is."""
     name, size = _check(server, body)
     seed = secrets.randbelow(2**32) if body.seed is None else body.seed
-    image, mask = _pictures(server, started, size)
+    pictures = _pictures(server, started, size)
     request = ImageRequest(
         prompt=prompt,
         negative=body.negative_prompt,
@@ -128,10 +138,9 @@ def _answer(
         guidance=body.guidance_scale,
         seed=seed,
         sampler=body.sampler,
-        image=image,
-        mask=mask,
         strength=None if started is None else started.strength,
         adapter=body.model if body.model in server.engine.pipeline.adapters else None,
+        **pictures,
     )
     streams, partials = False, 0
     if isinstance(body, StreamedBody) and body.stream:
@@ -191,15 +200,27 @@ def _check(server: Server, body: ImageBody) -> tuple[str, Size]:
 
 def _pictures(
     server: Server, started: "EditBody | VariationBody | None", size: Size
-) -> tuple[np.ndarray | None, np.ndarray | None]:
+) -> dict[str, Any]:
+    """Fields of the request: what is started from or drawn after, and a mask."""
     if started is None:
-        return None, None
+        return {}
+    pipeline, edits = server.engine.pipeline, isinstance(started, EditBody)
+    files = started.image if isinstance(started, EditBody) else [started.image]
+    mask_file = started.mask if isinstance(started, EditBody) else None
+    after = edits and draws_after(pipeline, started.strength, mask_file)
+    if len(files) > 1 and not after:
+        raise ApiError(
+            400, f"{len(files)} images, and this request starts from one; give one", param="image"
+        )
     try:
-        picture = open_picture(started.image, "image")
-        image = to_array(picture, size, server.engine.pipeline.channels)
-        if not isinstance(started, EditBody) or started.mask is None:
-            return image, None
-        mask = open_picture(started.mask, "mask")
+        opened = [open_picture(file, "image") for file in files]
+        if after:
+            return {"references": tuple(to_pixels(picture, size) for picture in opened)}
+        (picture,) = opened
+        image = to_array(picture, size, pipeline.channels)
+        if mask_file is None:
+            return {"image": image}
+        mask = open_picture(mask_file, "mask")
     except DataError as error:
         param = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=param) from None
@@ -218,7 +239,7 @@ def _pictures(
         )
     height, width = size
     alpha = np.asarray(mask.convert("RGBA").getchannel("A").resize((width, height), 0))
-    return image, (alpha < 128).astype(np.float32)
+    return {"image": image, "mask": (alpha < 128).astype(np.float32)}
 
 
 async def _drawn(

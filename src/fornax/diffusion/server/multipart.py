@@ -1,5 +1,6 @@
 """Bodies of `multipart/form-data` (RFC 7578), read by the standard library's parser of MIME."""
 
+from collections.abc import Collection
 from email.message import Message
 from email.parser import BytesParser
 
@@ -10,8 +11,15 @@ __all__ = ["read_form"]
 _MOST_PARTS = 64
 
 
-def read_form(content_type: str, body: bytes) -> dict[str, str | bytes]:
+def read_form(
+    content_type: str, body: bytes, *, several: Collection[str] = ()
+) -> dict[str, str | bytes | list[str | bytes]]:
     """The form's fields: text, or bytes where a field is a file.
+
+    Args:
+      content_type: of the request.
+      body: of the request.
+      several: fields that may be given more than once; they are lists.
 
     Raises:
       ApiError: 415 for another type; 400 for a body that is no such form, a field given twice, or
@@ -31,7 +39,7 @@ def read_form(content_type: str, body: bytes) -> dict[str, str | bytes]:
         raise ApiError(400, "the body is not a complete multipart/form-data; check its boundary")
     if len(parts) > _MOST_PARTS:
         raise ApiError(400, f"the form has {len(parts)} fields; send at most {_MOST_PARTS}")
-    form: dict[str, str | bytes] = {}
+    form: dict[str, str | bytes | list[str | bytes]] = {}
     for part in parts:
         assert isinstance(part, Message)
         name = part.get_param("name", header="content-disposition")
@@ -39,9 +47,13 @@ def read_form(content_type: str, body: bytes) -> dict[str, str | bytes]:
         if not isinstance(name, str) or not isinstance(content, bytes):
             raise ApiError(400, "a part of the form has no name, or parts of its own")
         name = name.removesuffix("[]")
+        value = content if part.get_filename() is not None else _text(name, content)
+        if name in several:
+            form[name] = [*form.get(name, ()), value]
+            continue
         if name in form:
             raise ApiError(400, f"{name} is given twice; this model takes one", param=name)
-        form[name] = content if part.get_filename() is not None else _text(name, content)
+        form[name] = value
     return form
 
 

@@ -84,8 +84,9 @@ class StartedBody(Body):
 class EditBody(StreamedBody, StartedBody):
     """`POST /v1/images/edits`, a form."""
 
-    image: bytes
-    """The picture, PNG, JPEG or WebP; it is brought to the size."""
+    image: Annotated[list[bytes], Field(min_length=1, max_length=16)]
+    """Pictures, PNG, JPEG or WebP, brought to the size: to draw after, one or several, where the
+    model can and neither mask nor strength is given; else one to start from."""
     mask: bytes | None = None
     """A PNG of the picture's size; where it is transparent, is drawn (default: everywhere, from
     the noised picture)."""

@@ -84,6 +84,23 @@ _MISTRAL3 = Wrapper(
 )
 
 
+_LLAVA = Wrapper(
+    architecture="LlavaForConditionalGeneration",
+    decoder="LlamaForCausalLM",
+    key="text_config",
+    defaults={
+        "hidden_size": 4_096,
+        "intermediate_size": 11_008,
+        "max_position_embeddings": 2_048,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 32_000,
+    },
+    shared=("tie_word_embeddings",),
+    names=_NAMES,
+    left_out=_LEFT_OUT,
+)
 _LLAMA4 = Wrapper(
     architecture="Llama4ForConditionalGeneration",
     decoder="Llama4ForCausalLM",
@@ -159,6 +176,7 @@ def _without_head(name: str) -> Wrapper:
 WRAPPERS: tuple[Wrapper, ...] = (
     _GEMMA3,
     _MISTRAL3,
+    _LLAVA,
     _LLAMA4,
     _GEMMA4,
     _QWEN2_5_VL,

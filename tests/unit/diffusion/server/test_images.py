@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import dataclasses
 import io
 import time
 
@@ -13,7 +14,7 @@ from PIL import Image
 from tests.unit.diffusion.server.conftest import SIDE, WIDTH, Network, make_pipeline
 
 from fornax.diffusion.lora import Adapter, ByRow, merge_lora
-from fornax.diffusion.pipelines import ImageRequest, plan
+from fornax.diffusion.pipelines import ImageRequest, References, plan
 from fornax.diffusion.server.app import asgi_app, create_app, create_server, start
 from fornax.diffusion.server.config import ImageServerConfig
 from fornax.diffusion.server.engine import Engine
@@ -264,6 +265,52 @@ def test_a_model_without_an_encoder_of_images_refuses_edits():
         app.engine.shutdown()
     assert answer.status_code == 400
     assert "no encoder of images" in answer.json()["error"]["message"]
+
+
+class After(Network):
+    """The network, told of the mean of each image that it draws after."""
+
+    def __call__(self, x_BHWC, time_B, condition):
+        means = [each.mean((1, 2, 3), keepdims=True) for each in condition.references or ()]
+        told = sum((i * mean for i, mean in enumerate(means, start=1)), start=0.0)
+        condition = dataclasses.replace(condition, references=None)
+        return super().__call__(x_BHWC, time_B, condition) + told
+
+
+def test_several_pictures_are_drawn_after_where_the_model_can():
+    """They come as `image[]`; with a strength one of them is the start instead."""
+    pipeline = make_pipeline(
+        denoiser=After(),
+        references=References(size=lambda size: size, most=2, needed=True),
+    )
+    app, shape = App(pipeline), (SIDE, SIDE, 3)
+    pictures = [np.full(shape, 200, np.uint8), np.full(shape, 90, np.uint8)]
+    app.wait()
+
+    def edit(count, **fields):
+        return app.request(
+            "POST",
+            "/v1/images/edits",
+            files=[("image[]", ("a.png", file(each))) for each in pictures[:count]],
+            data={"prompt": "R", "seed": "3", **fields},
+        )
+
+    try:
+        found, refused = edit(2), {}
+        refused["2 images, and this request starts from one"] = edit(2, strength="0.5")
+        refused["draws after an image"] = app.request(
+            "POST", "/v1/images/generations", json={"prompt": "R"}
+        )
+    finally:
+        app.engine.shutdown()
+    assert found.status_code == 200, found.text
+    request = ImageRequest(prompt="R", seed=3, references=tuple(pictures))
+    (want,) = pipeline.images(pipeline.run(plan(pipeline, request)))
+    drawn = np.asarray(opened(found.json()["data"][0]["b64_json"]))
+    assert np.abs(drawn.astype(int) - want[..., 0]).max() <= 1
+    for message, answer in refused.items():
+        assert answer.status_code == 400
+        assert message in answer.json()["error"]["message"]
 
 
 def test_health_and_metrics(app):

@@ -46,5 +46,6 @@ def test_what_is_no_form_is_refused(content_type, body, status):
 
 def test_a_field_given_twice_is_refused():
     files = [("image[]", ("a.png", b"1")), ("image[]", ("b.png", b"2"))]
+    assert read_form(*sent(files), several=("image",)) == {"image": [b"1", b"2"]}
     with pytest.raises(ApiError, match="image is given twice"):
         read_form(*sent(files))

@@ -1,4 +1,4 @@
-"""Text encoders: CLIP, T5, UMT5, and language models whose states are taken; CLIP's of images."""
+"""Text encoders: CLIP, T5, UMT5, and language models whose states are taken; those of images."""
 
 from fornax.diffusion.models.text.clip import CLIPTextConfig, CLIPTextEncoder, CLIPVisionConfig
 from fornax.diffusion.models.text.clip_vision import CLIPVisionEncoder
@@ -6,10 +6,15 @@ from fornax.diffusion.models.text.files import (
     CLIP_TEXT,
     CLIP_TEXT_PROJECTED,
     CLIP_VISION,
+    LLAVA_VISION,
+    QWEN_VISION,
     T5,
     UMT5,
+    llava_name,
+    qwen_name,
 )
 from fornax.diffusion.models.text.prompts import PromptTokenizer, load_prompt_tokenizer
+from fornax.diffusion.models.text.qwen_vision import fitted
 from fornax.diffusion.models.text.t5 import T5Config, T5Encoder
 
 COMPONENTS = (CLIP_TEXT, CLIP_TEXT_PROJECTED, CLIP_VISION, T5, UMT5)
@@ -17,6 +22,8 @@ COMPONENTS = (CLIP_TEXT, CLIP_TEXT_PROJECTED, CLIP_VISION, T5, UMT5)
 
 __all__ = [
     "COMPONENTS",
+    "LLAVA_VISION",
+    "QWEN_VISION",
     "CLIPTextConfig",
     "CLIPTextEncoder",
     "CLIPVisionConfig",
@@ -24,5 +31,8 @@ __all__ = [
     "PromptTokenizer",
     "T5Config",
     "T5Encoder",
+    "fitted",
+    "llava_name",
     "load_prompt_tokenizer",
+    "qwen_name",
 ]

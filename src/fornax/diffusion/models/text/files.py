@@ -1,5 +1,6 @@
 """Files of text encoders as transformers writes them: config.json and key maps."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,21 @@ from fornax.diffusion.models.files import Component, Fields
 from fornax.diffusion.models.keys import Key
 from fornax.diffusion.models.text.clip import CLIPTextConfig, CLIPTextEncoder, CLIPVisionConfig
 from fornax.diffusion.models.text.clip_vision import CLIPVisionEncoder
+from fornax.diffusion.models.text.llava_vision import LlavaVision, LlavaVisionConfig
+from fornax.diffusion.models.text.qwen_vision import QwenVisionConfig, QwenVisionEncoder
 from fornax.diffusion.models.text.t5 import T5Config, T5Encoder
 
-__all__ = ["CLIP_TEXT", "CLIP_TEXT_PROJECTED", "CLIP_VISION", "T5", "UMT5"]
+__all__ = [
+    "CLIP_TEXT",
+    "CLIP_TEXT_PROJECTED",
+    "CLIP_VISION",
+    "LLAVA_VISION",
+    "QWEN_VISION",
+    "T5",
+    "UMT5",
+    "llava_name",
+    "qwen_name",
+]
 
 _ACTIVATIONS = {
     "quick_gelu": "gelu_sigmoid",
@@ -184,6 +197,11 @@ def _clip_vision_keys(config: CLIPVisionConfig) -> list[Key]:
     ]
 
 
+def _vision_name(name: str) -> str:
+    """transformers 5 leaves out the beginning."""
+    return name if name.startswith("vision_model.") else f"vision_model.{name}"
+
+
 CLIP_VISION = Component(
     class_name="CLIPVisionModel",
     read=_read_clip_vision,
@@ -192,8 +210,146 @@ CLIP_VISION = Component(
     keys=_clip_vision_keys,
     stem="model",
     unread=(".position_ids",),
-    name=lambda name: name if name.startswith("vision_model.") else f"vision_model.{name}",
+    name=_vision_name,
 )
+
+
+def _read_llava(fields: Fields) -> LlavaVisionConfig:
+    fields.only("vision_feature_layer", -2)
+    fields.only("vision_feature_select_strategy", "default")
+    fields.only("multimodal_projector_bias", True)
+    text = fields.need("text_config")
+    vision = Fields(fields.need("vision_config"), "vision_config")
+    vision.ignore("architectures", "vocab_size")
+    config = LlavaVisionConfig(
+        vision=_read_clip_vision(vision),
+        outputs=text.get("hidden_size", 4_096),
+        activation=_activation(
+            fields, "projector_hidden_act", fields.take("projector_hidden_act", "gelu")
+        ),
+    )
+    vision.finish()
+    return config
+
+
+def _write_llava(config: LlavaVisionConfig) -> dict[str, Any]:
+    return {
+        "vision_config": _write_clip_vision(config.vision),
+        "text_config": {"hidden_size": config.outputs},
+        "projector_hidden_act": _NAMES[config.activation],
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
+
+
+def _llava_keys(config: LlavaVisionConfig) -> list[Key]:
+    return [
+        *(
+            dataclasses.replace(key, path=f"vision/{key.path}", name=f"vision_tower.{key.name}")
+            for key in _clip_vision_keys(config.vision)
+        ),
+        Key("projector/up", "multi_modal_projector.linear_1"),
+        Key("projector/down", "multi_modal_projector.linear_2"),
+    ]
+
+
+def llava_name(name: str) -> str | None:
+    """The key map's name of a tensor of `LlavaForConditionalGeneration`; None for its text's."""
+    name = name.removeprefix("model.")
+    if name.startswith("vision_tower."):
+        return f"vision_tower.{_vision_name(name.removeprefix('vision_tower.'))}"
+    return name if name.startswith("multi_modal_projector.") else None
+
+
+LLAVA_VISION = Component(
+    class_name="LlavaForConditionalGeneration",
+    read=_read_llava,
+    write=_write_llava,
+    make=LlavaVision,
+    keys=_llava_keys,
+    stem="model",
+    unread=(".position_ids",),
+)
+"""The part of it that sees."""
+
+
+def _read_qwen(fields: Fields) -> QwenVisionConfig:
+    fields.ignore(*_HARMLESS, "tokens_per_second")
+    fields.only("hidden_act", "silu")
+    for name in ("in_channels", "in_chans"):
+        fields.only(name, 3)
+    side = fields.take("patch_size", 14)
+    fields.only("spatial_patch_size", side)
+    rope = fields.take("rope_parameters", None) or {}
+    if rope.get("rope_theta", 10_000.0) != 10_000.0:
+        raise ConfigError(
+            f"vision_config: rope_parameters={rope} is not supported; rope_theta is 10000"
+        )
+    return QwenVisionConfig(
+        hidden_size=fields.take("hidden_size", 3_584),
+        intermediate_size=fields.take("intermediate_size", 3_420),
+        num_layers=fields.take("depth", 32),
+        num_heads=fields.take("num_heads", 16),
+        frames=fields.take("temporal_patch_size", 2),
+        patch_size=side,
+        merge=fields.take("spatial_merge_size", 2),
+        window_size=fields.take("window_size", 112),
+        full_layers=tuple(fields.take("fullatt_block_indexes", (7, 15, 23, 31))),
+        outputs=fields.take("out_hidden_size", 3_584),
+    )
+
+
+def _write_qwen(config: QwenVisionConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "depth": config.num_layers,
+        "num_heads": config.num_heads,
+        "temporal_patch_size": config.frames,
+        "patch_size": config.patch_size,
+        "spatial_merge_size": config.merge,
+        "window_size": config.window_size,
+        "fullatt_block_indexes": list(config.full_layers),
+        "out_hidden_size": config.outputs,
+    }
+
+
+def _qwen_keys(config: QwenVisionConfig) -> list[Key]:
+    layer = functools.partial(Key, layers=range(config.num_layers))
+    patch = (config.frames, config.patch_size, config.patch_size)
+    return [
+        Key("patch", "patch_embed.proj", patch=patch, unfolded=True),
+        layer("layers/attention_norm", "blocks.{}.norm1"),
+        layer("layers/q", "blocks.{}.attn.qkv"),
+        layer("layers/k", "blocks.{}.attn.qkv"),
+        layer("layers/v", "blocks.{}.attn.qkv"),
+        layer("layers/out", "blocks.{}.attn.proj"),
+        layer("layers/mlp_norm", "blocks.{}.norm2"),
+        layer("layers/mlp/gate", "blocks.{}.mlp.gate_proj"),
+        layer("layers/mlp/up", "blocks.{}.mlp.up_proj"),
+        layer("layers/mlp/down", "blocks.{}.mlp.down_proj"),
+        Key("merge_norm", "merger.ln_q"),
+        Key("merger/up", "merger.mlp.0"),
+        Key("merger/down", "merger.mlp.2"),
+    ]
+
+
+def qwen_name(name: str) -> str | None:
+    """The key map's name of a tensor of `Qwen2_5_VLForConditionalGeneration`; None for its
+    text's."""
+    name = name.removeprefix("model.")
+    return name.removeprefix("visual.") if name.startswith("visual.") else None
+
+
+QWEN_VISION = Component(
+    class_name="Qwen2_5_VLForConditionalGeneration",
+    read=_read_qwen,
+    write=_write_qwen,
+    make=QwenVisionEncoder,
+    keys=_qwen_keys,
+    stem="model",
+)
+"""The part of it that sees."""
 CLIP_TEXT = _clip("CLIPTextModel", projects=False)
 CLIP_TEXT_PROJECTED = _clip("CLIPTextModelWithProjection", projects=True)
 

@@ -27,15 +27,27 @@ class PromptTokenizer:
         self._backend = backend
         self.pad_id = pad_id
 
+    def token(self, text: str) -> int:
+        """The id of a token.
+
+        Raises:
+          DataError: there is none of the name.
+        """
+        found = self._backend.token_to_id(text)
+        if found is None:
+            raise DataError(f"the tokenizer has no token {text}; take that of the pipeline")
+        return found
+
     def encode(
-        self, prompts: Sequence[str], length: int | None = None
+        self, prompts: Sequence[str], length: int | None = None, *, left: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids of prompts, padded on the right.
+        """Token ids of prompts, padded to one length.
 
         Args:
           prompts: at least one. An empty one is only its special tokens.
           length: of every row; what does not fit is cut, special tokens at the ends excepted. None
             for that of the longest.
+          left: whether padding stands before the tokens.
 
         Returns:
           int32 token ids [B, S], and int32 1 for tokens and 0 for padding [B, S].
@@ -60,8 +72,9 @@ class PromptTokenizer:
         tokens_BS = np.full((len(rows), width), self.pad_id, np.int32)
         mask_BS = np.zeros((len(rows), width), np.int32)
         for row, ids in enumerate(rows):
-            tokens_BS[row, : len(ids)] = ids
-            mask_BS[row, : len(ids)] = 1
+            own = slice(width - len(ids), width) if left else slice(len(ids))
+            tokens_BS[row, own] = ids
+            mask_BS[row, own] = 1
         return tokens_BS, mask_BS
 
 

@@ -4,7 +4,7 @@ Legend: B batch, T tokens, S tokens of text, D width, E width of the embedding, 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ from fornax.diffusion.models.transformer.embedder import Embedder, Features, Mod
 from fornax.models.scope import scoped
 
 __all__ = [
+    "Clean",
     "Inputs",
     "JointBlock",
     "ParallelBlock",
@@ -47,6 +48,18 @@ __all__ = [
     "first_input",
     "vectors_of",
 ]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Clean:
+    """What modulates the tokens without noise, as `Inputs` has it of the others."""
+
+    embedding_BE: jax.Array
+    """Of time 0."""
+    tokens_T: jax.Array
+    """bool: which tokens of the sample, or of all, they are."""
+    shared_BnD: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +84,8 @@ class Inputs:
     states_mask_BS: jax.Array | None = None
     images_BSD: jax.Array | None = None
     """States of an image, likewise."""
+    clean: Clean | None = None
+    """Of tokens without noise; None where there are none."""
 
 
 def vectors_of(block: BlockConfig) -> int:
@@ -132,9 +147,25 @@ class _Vectors(nnx.Module):
     def __call__(
         self, inputs: Inputs, shared_BnD: jax.Array | None, dtype: DTypeLike
     ) -> list[jax.Array] | None:
-        """The vectors, each [B, 1, D]; None where nothing modulates."""
+        """The vectors, each [B, 1, D], or [B, T, D] where tokens without noise have their own; None
+        where nothing modulates."""
         if self.source == "none":
             return None
+        vectors = self._of(inputs, shared_BnD, dtype)
+        if inputs.clean is None:
+            return vectors
+        own = replace(inputs, embedding_BE=inputs.clean.embedding_BE)
+        clean_T1 = inputs.clean.tokens_T[:, None]
+        return [
+            jnp.where(clean_T1, clean, noisy)
+            for clean, noisy in zip(
+                self._of(own, inputs.clean.shared_BnD, dtype), vectors, strict=True
+            )
+        ]
+
+    def _of(
+        self, inputs: Inputs, shared_BnD: jax.Array | None, dtype: DTypeLike
+    ) -> list[jax.Array]:
         vectors_BnD = shared_BnD
         if self.projection is not None:
             embedding_BE = inputs.embedding_BE
@@ -363,7 +394,8 @@ class JointBlock(nnx.Module):
             (self.sample, x_BTD, inputs.rope, inputs.shared_BnD),
         ):
             tokens = checkpoint_name(tokens, "layer_input")
-            vectors = stream.modulation(inputs, shared, tokens.dtype)
+            own = replace(inputs, clean=None) if stream is self.text else inputs
+            vectors = stream.modulation(own, shared, tokens.dtype)
             into = _Branch(stream.block, vectors, 0).into(stream.norm(tokens))
             found.append((vectors, stream.attention.heads(into, rope=rope)))
         (text_vectors, text_heads), (vectors, heads) = found

@@ -211,6 +211,24 @@ class RopeConfig:
     """Position of the first token, where it is counted on `text_axis`."""
     sample_after_text: bool = False
     """Whether the sample's position on `text_axis` is the one after the text's last (Z-Image)."""
+    reference_axis: int | None = None
+    """Axis on which images that the sample is drawn after are told apart from it; None where the
+    model takes none."""
+    reference_step: int = 1
+    """From the sample, at 0, to the first such image, and from each to the next."""
+
+    def __post_init__(self) -> None:
+        """Check that the references' axis is no other's.
+
+        Raises:
+          ConfigError: an axis that there is not, or one of rows, columns or frames.
+        """
+        axis = self.reference_axis
+        if axis is not None and (axis in self.sample_axes or not 0 <= axis < len(self.axes)):
+            raise ConfigError(
+                f"positions.reference_axis={axis} must be one of the {len(self.axes)} axes, and "
+                f"none of sample_axes={self.sample_axes}, on which images count themselves"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +340,11 @@ class TransformerConfig:
     text's states (HunyuanVideo, Kong et al. 2024)."""
     refine_sample: Run | None = None
     """Blocks of the sample's tokens alone, before `blocks`."""
+    clean_references: bool = False
+    """Whether tokens of images to draw after are modulated as of time 0 (Qwen-Image-Edit 2511)."""
+    first_frame: bool = False
+    """Whether a video's first latents can be given; they are modulated as of time 0, and without
+    guidance (Wan 2.2's 5B model)."""
     pad_multiple: int | None = None
     """Fill the tokens of sample and of text up to multiples with a learned token (Z-Image)."""
     head: HeadConfig = HeadConfig()
@@ -362,6 +385,7 @@ class TransformerConfig:
                 f"num_heads * head_dim = {self.width} is not a multiple of 4, which a table of "
                 "sines and cosines of rows and columns needs"
             )
+        self._check_clean()
         reads = any(run.block.cross is not None and run.block.cross.images for run in self.blocks)
         if reads != (self.image_states is not None):
             raise ConfigError(
@@ -379,6 +403,28 @@ class TransformerConfig:
                 f"text.width={self.text.width} is not the model's {self.width} and "
                 "text.projection is 'none'; use 'linear' or 'mlp'"
             )
+
+    def _check_clean(self) -> None:
+        if self.clean_references and not self.takes_references:
+            raise ConfigError(
+                "clean_references is of a model that draws after images; set "
+                "positions.reference_axis"
+            )
+        if self.first_frame and (len(self.patch) != 3 or self.patch[0] != 1):
+            raise ConfigError(
+                f"first_frame is of videos whose patches have one frame, and patch={self.patch}"
+            )
+        if self.takes_references and self.pad_multiple is not None:
+            raise ConfigError(
+                "pad_multiple does not go with positions.reference_axis: what fills the sample up "
+                "would stand between it and the images that it is drawn after"
+            )
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether the sample can be drawn after images."""
+        positions = self.positions
+        return isinstance(positions, RopeConfig) and positions.reference_axis is not None
 
     @property
     def width(self) -> int:

@@ -57,7 +57,9 @@ def _read(fields: Fields) -> TransformerConfig:
             Run(block=single, count=fields.take("num_single_layers", 38), tokens="both"),
         ),
         positions=RopeConfig(
-            axes=tuple(fields.take("axes_dims_rope", (16, 56, 56))), sample_axes=(1, 2)
+            axes=tuple(fields.take("axes_dims_rope", (16, 56, 56))),
+            sample_axes=(1, 2),
+            reference_axis=0,
         ),
         embedder=EmbedderConfig(
             pooled=fields.take("pooled_projection_dim", 768),

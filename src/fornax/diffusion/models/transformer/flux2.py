@@ -74,6 +74,8 @@ def _read(fields: Fields) -> TransformerConfig:
             sample_axes=(1, 2),
             text="axis",
             text_axis=_TEXT_AXIS,
+            reference_axis=0,
+            reference_step=10,
         ),
         embedder=EmbedderConfig(
             channels=fields.take("timestep_guidance_channels", 256),

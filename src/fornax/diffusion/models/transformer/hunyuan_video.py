@@ -1,6 +1,7 @@
-"""HunyuanVideo (Kong et al. 2024): diffusers' HunyuanVideoTransformer3DModel, from text.
+"""HunyuanVideo (Kong et al. 2024): diffusers' HunyuanVideoTransformer3DModel.
 
-The states of its language model pass a refiner, two blocks of their own, before joint blocks.
+The states of its language model pass a refiner, two blocks of their own, before joint blocks. A
+first frame is channels beside the sample, or has the place of the sample's first.
 """
 
 from typing import Any
@@ -30,11 +31,18 @@ from fornax.diffusion.models.transformer.transformer import Transformer
 
 __all__ = ["HUNYUAN_VIDEO"]
 
+_BESIDE, _INSTEAD = "latent_concat", "token_replace"
+"""Their `image_condition_type`."""
+
 
 def _read(fields: Fields) -> TransformerConfig:
     heads, head_dim = fields.take("num_attention_heads", 24), fields.take("attention_head_dim", 128)
     fields.only("qk_norm", "rms_norm")
-    fields.only("image_condition_type", None)
+    kind = fields.take("image_condition_type", None)
+    if kind not in (None, _BESIDE, _INSTEAD):
+        raise ConfigError(
+            f"image_condition_type={kind!r} is not supported; use null, {_BESIDE!r} or {_INSTEAD!r}"
+        )
     width, patch = heads * head_dim, fields.take("patch_size", 2)
     hidden = int(width * fields.take("mlp_ratio", 4.0))
     axes = tuple(fields.take("rope_axes_dim", (16, 56, 56)))
@@ -55,10 +63,17 @@ def _read(fields: Fields) -> TransformerConfig:
         kind="parallel", qk_norm=RMS, mlp=MLPConfig(hidden=hidden, down_bias=False)
     )
     channels = fields.take("in_channels", 16)
+    out_channels = fields.take("out_channels", 16) or channels
+    if (kind == _BESIDE) != (channels != out_channels):
+        raise ConfigError(
+            f"in_channels={channels} and out_channels={out_channels} with "
+            f"image_condition_type={kind!r}: only {_BESIDE!r} has channels of an image beside"
+        )
     return TransformerConfig(
         class_name="HunyuanVideoTransformer3DModel",
         channels=channels,
-        out_channels=fields.take("out_channels", 16) or channels,
+        image_channels=channels - out_channels,
+        out_channels=out_channels,
         patch=(fields.take("patch_size_t", 1), patch, patch),
         num_heads=heads,
         head_dim=head_dim,
@@ -76,6 +91,7 @@ def _read(fields: Fields) -> TransformerConfig:
         text=TextConfig(width=fields.take("text_embed_dim", 4096)),
         refine_text=Run(block=refiner, count=fields.take("num_refiner_layers", 2)),
         refine_embedder=True,
+        first_frame=kind == _INSTEAD,
     )
 
 
@@ -101,7 +117,11 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
         "pooled_projection_dim": config.embedder.pooled,
         "rope_theta": config.positions.theta,
         "rope_axes_dim": list(config.positions.axes),
-        "image_condition_type": None,
+        "image_condition_type": _INSTEAD
+        if config.first_frame
+        else _BESIDE
+        if config.image_channels
+        else None,
     }
 
 

@@ -54,7 +54,11 @@ def sin_cos_table(grid: tuple[int, int], width: int, config: SinCosConfig) -> np
 
 @functools.lru_cache(maxsize=64)
 def rotations(
-    grid: tuple[int, ...], text_slots: int, slots: int, config: RopeConfig
+    grid: tuple[int, ...],
+    text_slots: int,
+    slots: int,
+    config: RopeConfig,
+    references: tuple[tuple[int, ...], ...] = (),
 ) -> tuple[Rotation, Rotation]:
     """The rotary embeddings of text and sample.
 
@@ -63,9 +67,10 @@ def rotations(
       text_slots: tokens of text with what fills it up, which is counted like the others.
       slots: tokens of the sample with what fills it up; that is at zero.
       config: how they count.
+      references: grids of images that the sample is drawn after, whose tokens are behind its own.
 
     Returns:
-      Those of text, and of the sample.
+      Those of text, and of the sample with the references.
 
     Raises:
       ConfigError: a grid of other axes than the config's, or positions beyond its limits.
@@ -78,22 +83,27 @@ def rotations(
     text = np.zeros((text_slots, len(config.axes)))
     match config.text:
         case "all":
-            sides = [n // 2 if config.centred else n for n in grid[-2:]]
+            longest = (
+                max(sides) for sides in zip(*(g[-2:] for g in (grid, *references)), strict=True)
+            )
+            sides = [n // 2 if config.centred else n for n in longest]
             text[:] = (max(sides) + np.arange(text_slots))[:, None]
         case "axis":
             text[:, config.text_axis] = config.text_start + np.arange(text_slots)
         case "zero":
             pass
     sample = np.zeros((slots, len(config.axes)))
-    counts = [np.arange(n) for n in grid]
-    if config.centred:
-        counts[-2:] = [count - (len(count) - len(count) // 2) for count in counts[-2:]]
-    meshed = np.meshgrid(*counts, indexing="ij")
-    tokens = meshed[0].size
-    for axis, positions in zip(config.sample_axes, meshed, strict=True):
-        sample[:tokens, axis] = positions.ravel()
+    start = 0
+    for index, each in enumerate((grid, *references)):
+        meshed = np.meshgrid(*_counts(each, config), indexing="ij")
+        own = slice(start, start + meshed[0].size)
+        for axis, positions in zip(config.sample_axes, meshed, strict=True):
+            sample[own, axis] = positions.ravel()
+        if index:
+            sample[own, config.reference_axis] = index * config.reference_step
+        start = own.stop
     if config.sample_after_text:
-        sample[:tokens, config.text_axis] = config.text_start + text_slots
+        sample[:start, config.text_axis] = config.text_start + text_slots
     for axis, limit in enumerate(config.limits or ()):
         last = max(positions[:, axis].max(initial=0) for positions in (text, sample))
         if last >= limit:
@@ -102,6 +112,14 @@ def rotations(
                 f"{int(last)} on axis {axis}, and there are {limit}; use a smaller sample or text"
             )
     return _rotation(text, config), _rotation(sample, config)
+
+
+def _counts(grid: tuple[int, ...], config: RopeConfig) -> list[np.ndarray]:
+    """Positions of patches along each axis of a grid."""
+    counts = [np.arange(n) for n in grid]
+    if config.centred:
+        counts[-2:] = [count - (len(count) - len(count) // 2) for count in counts[-2:]]
+    return counts
 
 
 def _rotation(positions_TA: np.ndarray, config: RopeConfig) -> Rotation:

@@ -32,7 +32,7 @@ __all__ = ["QWEN_IMAGE"]
 def _read(fields: Fields) -> TransformerConfig:
     heads, head_dim = fields.take("num_attention_heads", 24), fields.take("attention_head_dim", 128)
     patch, packed = fields.take("patch_size", 2), fields.take("in_channels", 64)
-    for name in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope"):
+    for name in ("guidance_embeds", "use_additional_t_cond", "use_layer3d_rope"):
         fields.only(name, False)
     if packed % patch**2:
         raise ConfigError(
@@ -53,7 +53,9 @@ def _read(fields: Fields) -> TransformerConfig:
             sample_axes=(1, 2),
             centred=True,
             text="all",
+            reference_axis=0,
         ),
+        clean_references=fields.take("zero_cond_t", False),
         text=TextConfig(width=fields.take("joint_attention_dim", 3584), norm_before=RMS),
     )
 
@@ -71,7 +73,7 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
         "joint_attention_dim": config.text.width,
         "guidance_embeds": False,
         "axes_dims_rope": list(config.positions.axes),
-        "zero_cond_t": False,
+        "zero_cond_t": config.clean_references,
         "use_additional_t_cond": False,
         "use_layer3d_rope": False,
     }

@@ -21,6 +21,7 @@ from fornax.diffusion.models.condition import Condition, require
 from fornax.diffusion.models.parts import Dense, Make, constrain_tokens
 from fornax.diffusion.models.transformer.attention import Rope
 from fornax.diffusion.models.transformer.blocks import (
+    Clean,
     Inputs,
     JointBlock,
     ParallelBlock,
@@ -53,6 +54,8 @@ Around = Callable[[Callable[[jax.Array], jax.Array], jax.Array, Callable[[], jax
 x_BTD, those tokens, and what gives the input of the first block's attention (`first_input`);
 returns the tokens after the blocks."""
 
+_OPTIONAL = {"text_mask_BS", "references", "first_BX"}
+"""Fields of a condition that a transformer can do without."""
 _BLOCKS = {"sequential": SequentialBlock, "joint": JointBlock, "parallel": ParallelBlock}
 
 
@@ -134,11 +137,18 @@ class Transformer(nnx.Module):
         """
         config = self.config
         self._check(x_BX, condition)
-        grid = tuple(n // p for n, p in zip(x_BX.shape[1:-1], config.patch, strict=True))
+        grid = self._grid(x_BX)
         if condition.image_BX is not None:
             x_BX = jnp.concatenate([x_BX, condition.image_BX.astype(x_BX.dtype)], -1)
+        if condition.first_BX is not None:
+            x_BX = x_BX.at[:, :1].set(condition.first_BX.astype(x_BX.dtype))
         x_BTD = self.patch(_patches(x_BX, config.patch))
         x_BTD = self._add_positions(x_BTD, grid)
+        tokens = x_BTD.shape[1]
+        references = condition.references or ()
+        if references:
+            behind = [self.patch(_patches(r.astype(x_BX.dtype), config.patch)) for r in references]
+            x_BTD = jnp.concatenate([x_BTD, *behind], 1)
         x_BTD = constrain_tokens(x_BTD, "activation_embed")
         given = features(time_B, condition, config.embedder)
         embedding_BE = self._embed(given)
@@ -150,7 +160,6 @@ class Transformer(nnx.Module):
         if self.image_in is not None:
             assert condition.text2_BSD is not None, "the condition was checked to have states"
             images_BSD = self.image_in(condition.text2_BSD)
-        tokens = x_BTD.shape[1]
         text_BSD, mask_BS, slots_B = self._filled_text(text_BSD, mask_BS)
         x_BTD = _filled(x_BTD, self.sample_pad, config.pad_multiple)
         if isinstance(config.positions, FractionalRopeConfig):
@@ -158,11 +167,13 @@ class Transformer(nnx.Module):
             place = (grid, config.patch, condition.sizes_BN, config.width)
             rope_text, rope = None, fractional_rotations(*place, config.positions)
         else:
-            rope_text, rope = self._ropes(grid, text_BSD, x_BTD, slots_B)
+            grids = tuple(self._grid(reference) for reference in references)
+            rope_text, rope = self._ropes(grid, text_BSD, x_BTD, slots_B, grids)
         inputs = Inputs(
-            embedding_BE=jax.nn.silu(embedding_BE) if config.embedder.activate else embedding_BE,
+            embedding_BE=self._activated(embedding_BE),
             features=given,
             images_BSD=images_BSD,
+            clean=self._clean(time_B, condition, grid, x_BTD.shape[1]),
         )
         if self.refine_sample is not None and config.refine_sample is not None:
             with jax.named_scope("refine_sample"):
@@ -170,7 +181,7 @@ class Transformer(nnx.Module):
                 x_BTD = self._run(self.refine_sample, config.refine_sample, x_BTD, own, grid, remat)
         if self.refine_text is not None and config.refine_text is not None:
             with jax.named_scope("refine_text"):
-                own = replace(inputs, rope=rope_text, mask_BT=mask_BS)
+                own = replace(inputs, rope=rope_text, mask_BT=mask_BS, clean=None)
                 if self.refine_embedder is not None:
                     own = replace(own, embedding_BE=self.refine_embedder.of(time_B, condition))
                 text_BSD = self._run(
@@ -202,24 +213,62 @@ class Transformer(nnx.Module):
             "guidance_B": embedder.guidance_scale is not None,
             "sizes_BN": embedder.sizes or isinstance(config.positions, FractionalRopeConfig),
             "image_BX": config.image_channels > 0,
+            "references": config.takes_references,
+            "first_BX": config.first_frame,
         }
         names = [name for name, taken in takes.items() if taken]
-        needs = [name for name in names if name != "text_mask_BS"]
+        needs = [name for name in names if name not in _OPTIONAL]
         require(condition, names, needs, f"this transformer ({config.class_name})")
-        sizes, patch = x_BX.shape[1:-1], config.patch
+        for each in (x_BX, *(condition.references or ())):
+            self._check_sizes(each)
+        beside = 0 if condition.image_BX is None else condition.image_BX.shape[-1]
+        references = [each.shape[-1] for each in condition.references or ()]
+        for given in (x_BX.shape[-1] + beside, *references):
+            if given != config.channels:
+                raise ConfigError(
+                    f"a sample of shape {x_BX.shape} has, with the image it is given, or an image "
+                    f"to draw after has, {given} channels and the transformer takes "
+                    f"{config.channels}"
+                )
+        first = condition.first_BX
+        if first is not None and first.shape[1:] != (1, *x_BX.shape[2:]):
+            raise ConfigError(
+                f"the first latents have shape {first.shape}, and those of a sample of shape "
+                f"{x_BX.shape} have {(first.shape[0], 1, *x_BX.shape[2:])}"
+            )
+
+    def _check_sizes(self, x_BX: jax.Array) -> None:
+        sizes, patch = x_BX.shape[1:-1], self.config.patch
         if len(sizes) != len(patch) or any(n % p for n, p in zip(sizes, patch, strict=True)):
             raise ConfigError(
                 f"a sample of shape {x_BX.shape} does not divide into patches of {patch}; its "
                 f"{len(patch)} axes between batch and channels must be multiples of them"
             )
-        given = x_BX.shape[-1]
-        if condition.image_BX is not None:
-            given += condition.image_BX.shape[-1]
-        if given != config.channels:
-            raise ConfigError(
-                f"a sample of shape {x_BX.shape} has, with the image it is given, {given} channels "
-                f"and the transformer takes {config.channels}"
-            )
+
+    def _grid(self, x_BX: jax.Array) -> tuple[int, ...]:
+        """Patches along each axis of a sample."""
+        return tuple(n // p for n, p in zip(x_BX.shape[1:-1], self.config.patch, strict=True))
+
+    def _activated(self, embedding_BE: jax.Array) -> jax.Array:
+        return jax.nn.silu(embedding_BE) if self.config.embedder.activate else embedding_BE
+
+    def _clean(
+        self, time_B: jax.Array, condition: Condition, grid: tuple[int, ...], tokens: int
+    ) -> Clean | None:
+        """What modulates tokens without noise; None where there are none."""
+        own = np.arange(tokens)
+        clean_T = np.zeros(tokens, bool)
+        if condition.first_BX is not None:
+            clean_T |= own < math.prod(grid[1:])
+        if self.config.clean_references:
+            clean_T |= own >= math.prod(grid)
+        if not clean_T.any():
+            return None
+        unguided = replace(condition, guidance_B=None)
+        given = features(jnp.zeros_like(time_B), unguided, self.config.embedder)
+        return Clean(
+            embedding_BE=self._activated(self._embed(given)), tokens_T=jnp.asarray(clean_T)
+        )
 
     def _add_positions(self, x_BTD: jax.Array, grid: tuple[int, ...]) -> jax.Array:
         positions = self.config.positions
@@ -276,6 +325,7 @@ class Transformer(nnx.Module):
         text_BSD: jax.Array | None,
         x_BTD: jax.Array,
         slots_B: jax.Array | None,
+        references: tuple[tuple[int, ...], ...],
     ) -> tuple[Rope | None, Rope | None]:
         """Rotary embeddings of text and sample, for each row."""
         config = self.config.positions
@@ -287,7 +337,7 @@ class Transformer(nnx.Module):
             cos, sin = (jnp.broadcast_to(part, (B, *part.shape)) for part in rotation)
             return cos, sin
 
-        text, sample = map(rows, rotations(grid, S, T, config))
+        text, sample = map(rows, rotations(grid, S, T, config, references))
         if config.sample_after_text and slots_B is not None:
             start = sum(config.axes[: config.text_axis]) // 2
             size = config.axes[config.text_axis]
@@ -331,6 +381,7 @@ class Transformer(nnx.Module):
                     assert text_BSD is not None, "a config whose blocks take both has text"
                     x_BTD, both = jnp.concatenate([text_BSD, x_BTD], 1), True
                 own = replace(own, rope=_joined(rope_text, rope), mask_BT=mask_BT)
+                own = replace(own, clean=_behind(own.clean, x_BTD.shape[1]))
             else:
                 x_BTD, both = x_BTD[:, -T:], False
                 own = replace(own, rope=rope, states_BSD=text_BSD, states_mask_BS=mask_BS)
@@ -348,6 +399,9 @@ class Transformer(nnx.Module):
         assert embedding_BE is not None, "inputs are made with the embedding"
         if shared.sample is not None:
             inputs = replace(inputs, shared_BnD=shared.sample(embedding_BE))
+            if inputs.clean is not None:
+                own_BnD = shared.sample(inputs.clean.embedding_BE)
+                inputs = replace(inputs, clean=replace(inputs.clean, shared_BnD=own_BnD))
         if shared.text is not None:
             inputs = replace(inputs, shared_text_BnD=shared.text(embedding_BE))
         return inputs
@@ -412,6 +466,14 @@ def _filled(x_BTD: jax.Array, pad: nnx.Param | None, multiple: int | None) -> ja
     B, T, D = x_BTD.shape
     more = jnp.broadcast_to(pad[...].astype(x_BTD.dtype), (B, -T % multiple, D))
     return jnp.concatenate([x_BTD, more], 1)
+
+
+def _behind(clean: Clean | None, tokens: int) -> Clean | None:
+    """The sample's tokens without noise, of as many in all; the text's are before them."""
+    if clean is None:
+        return None
+    before = tokens - clean.tokens_T.shape[0]
+    return replace(clean, tokens_T=jnp.pad(clean.tokens_T, (before, 0)))
 
 
 def _joined(first: Rope | None, second: Rope | None) -> Rope | None:

@@ -1,6 +1,7 @@
 """Wan 2.1 and 2.2 (Wan Team 2025): diffusers' WanTransformer3DModel, of text or with a first frame.
 
-A first frame is channels beside the sample, and in 2.1 CLIP's states too. Wan 2.2's 14B models are
+A first frame is channels beside the sample, and in 2.1 CLIP's states too; Wan 2.2's 5B model, whose
+channels are the sample's alone, has it in the place of the sample's first. Wan 2.2's 14B models are
 two of them, each for a part of the times.
 """
 
@@ -77,12 +78,13 @@ def _read(fields: Fields) -> TransformerConfig:
         ),
         mlp=MLPConfig(hidden=fields.take("ffn_dim", 13_824)),
     )
+    patch = tuple(fields.take("patch_size", (1, 2, 2)))
     return TransformerConfig(
         class_name="WanTransformer3DModel",
         channels=channels,
         image_channels=channels - out_channels,
         out_channels=out_channels,
-        patch=tuple(fields.take("patch_size", (1, 2, 2))),
+        patch=patch,
         num_heads=heads,
         head_dim=head_dim,
         blocks=(Run(block=block, count=fields.take("num_layers", 40)),),
@@ -90,6 +92,7 @@ def _read(fields: Fields) -> TransformerConfig:
         embedder=EmbedderConfig(channels=fields.take("freq_dim", 256)),
         text=TextConfig(width=fields.take("text_dim", 4_096), projection="mlp"),
         image_states=states,
+        first_frame=channels == out_channels and patch[0] == 1,
         head=HeadConfig(modulation="table", norm=norm),
     )
 
