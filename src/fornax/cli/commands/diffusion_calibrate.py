@@ -52,7 +52,10 @@ def run(arguments: Arguments) -> int:
     initialize()
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     pipeline = load_pipeline(arguments.model, dtype=dtype)
-    if pipeline.follows or pipeline.fills:
+    references, frames = pipeline.references, pipeline.frames
+    needed = references is not None and references.needed
+    begins = frames is not None and frames.begin is not None
+    if pipeline.follows or pipeline.fills or needed or begins:
         raise ConfigError(f"{arguments.model} needs a picture, and a calibration draws from noise")
     requests = [
         ImageRequest(

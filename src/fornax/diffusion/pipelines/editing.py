@@ -33,8 +33,8 @@ _QWEN_EDIT_SYSTEM = (
     "the original input where appropriate."
 )
 _QWEN_EDIT_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
-_QWEN_EDIT_BEFORE = 64
-"""Tokens before the images and the prompt, which are left out."""
+_QWEN_EDIT_BEFORE, _QWEN_EDIT_LENGTH = 64, 512
+"""Tokens before the images and the prompt, which are left out, and of all else but the images."""
 
 
 def _qwen_image_edit(
@@ -59,6 +59,7 @@ def _qwen_image_edit(
                 f"<|im_start|>system\n{_QWEN_EDIT_SYSTEM}<|im_end|>\n<|im_start|>user\n{images}"
                 f"{text.replace('<|image_pad|>', '')}<|im_end|>\n<|im_start|>assistant\n",
                 shown,
+                skipped + _QWEN_EDIT_LENGTH,
             )
             for text in texts(prompts)
         ]

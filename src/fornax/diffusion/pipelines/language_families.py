@@ -108,7 +108,8 @@ def _sana_sprint(parts: Parts) -> Pipeline:
         guidance="embedded",
         patch=denoiser.config.patch[0],
         side=denoiser.config.sample_size,
-        time_scale=1e-3,
+        # Of levels, whatever timestep_scale the transformer's file has.
+        time_scale=1 / (1000 * denoiser.config.embedder.time_scale),
         steps=2,
         scale=4.5,
     )

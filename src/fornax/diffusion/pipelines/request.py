@@ -117,9 +117,8 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
         lean = pipeline.frames.lean
         noise_BX = (1 - lean) * noise_BX + lean * first_BX
     if "first_BX" in told:
-        data_BX = jnp.zeros_like(noise_BX).at[:, :1].set(first_BX)
-        keep = (data_BX, jnp.ones_like(noise_BX[..., :1]).at[:, 0].set(0.0), noise_BX)
-        data_BX = None
+        held_BX = jnp.zeros_like(noise_BX).at[:, :1].set(first_BX)
+        keep = (held_BX, jnp.ones_like(noise_BX[..., :1]).at[:, 0].set(0.0), noise_BX)
     if starts:
         assert request.image is not None, "it was tested"
         assert pipeline.to_latents is not None, "refused above"

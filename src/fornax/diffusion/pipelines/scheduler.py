@@ -1,6 +1,7 @@
 """scheduler_config.json of diffusers as a schedule, a sampler and what the network predicts."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from fornax.config import nearest
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion.objectives import BETAS, Betas, Chain, Objective
 from fornax.diffusion.predictions import Prediction
-from fornax.diffusion.samplers import SAMPLERS, Table, dpmpp, tcd, unipc
+from fornax.diffusion.samplers import SAMPLERS, Table, dpmpp, lcm, tcd, unipc
 from fornax.diffusion.schedules import (
     Discrete,
     Schedule,
@@ -298,7 +299,7 @@ _SAMPLERS: dict[str, Callable[[Mapping[str, Any]], Callable[[Schedule], Table]]]
     "TCDScheduler": _named("ddim"),
     "FlowMatchEulerDiscreteScheduler": _named("euler"),
     "FlowMatchHeunDiscreteScheduler": _named("heun"),
-    "SCMScheduler": _named("lcm"),
+    "SCMScheduler": lambda values: functools.partial(lcm, sigma_data=0.0),
 }
 """Samplers of diffusers' schedulers, of what their files say. PNDM's method is not here: its files
 run the second-order solver, which is better at the same number of steps."""

@@ -12,21 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from fornax.config.errors import ConfigError
 from fornax.diffusion.models.files import load_part, read_folder_config
 from fornax.diffusion.models.text import LLAVA_VISION, QWEN_VISION, fitted, llava_name, qwen_name
 from fornax.diffusion.pipelines.parts import Parts, compiled
 from fornax.diffusion.pipelines.pipeline import Size
 from fornax.models import Decoder
 
-__all__ = ["DEVIATION", "MEAN", "Pictures", "Read", "clip_pixels", "llava", "qwen_vl"]
+__all__ = ["Pictures", "Read", "clip_pixels", "llava", "qwen_vl"]
 
 Pictures = Sequence[np.ndarray]
 """uint8 [H, W, 3] each."""
 
-MEAN, DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_MEAN, _DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of colours, as CLIP's images are normalised where a file does not say."""
-_MULTIPLE = 256
-"""Lengths of prompts are filled up to multiples, so that few programs are compiled."""
 
 
 class Read(NamedTuple):
@@ -40,12 +39,13 @@ class Read(NamedTuple):
     """The token in whose places images' states stand."""
 
 
-def qwen_vl(parts: Parts) -> Callable[[str, Pictures], Read]:
+def qwen_vl(parts: Parts) -> Callable[[str, Pictures, int], Read]:
     """Qwen2.5-VL (Bai et al. 2025): states after the final norm, of any number of images.
 
-    `read(text, pictures)` puts the states of the i-th picture into the place of the text's i-th
-    `<|image_pad|>`. Its positions are of three axes, along which an image's states count by frame,
-    row and column.
+    `read(text, pictures, length)` puts the states of the i-th picture into the place of the text's
+    i-th `<|image_pad|>`, and fills up to `length` tokens beside them; it raises ConfigError for a
+    text of more. Positions are of three axes, along which an image's states count by frame, row
+    and column.
     """
     folder, words = parts.at("text_encoder"), parts.tokenizer("tokenizer")
     tower = load_part(QWEN_VISION, folder, "vision_config", qwen_name, **parts.dtypes)
@@ -62,7 +62,7 @@ def qwen_vl(parts: Parts) -> Callable[[str, Pictures], Read]:
 
     run = compiled(parts.decoder("text_encoder"), call)
 
-    def read(text: str, pictures: Pictures) -> Read:
+    def read(text: str, pictures: Pictures, length: int) -> Read:
         seen, grids = [], []
         for picture_HWC in pictures:
             size = fitted(picture_HWC.shape[:2], config.multiple, *_areas(settings))
@@ -75,7 +75,14 @@ def qwen_vl(parts: Parts) -> Callable[[str, Pictures], Read]:
         text = pieces[0] + "".join(
             mark * count + piece for count, piece in zip(counts, pieces[1:], strict=True)
         )
-        tokens_S, mask_S = _filled(words, text)
+        tokens_BS, mask_BS = words.encode([text])
+        more = length + sum(counts) - tokens_BS.shape[1]
+        if more < 0:
+            raise ConfigError(
+                f"a prompt has {length - more} tokens, with those around it, and this model reads "
+                f"{length} beside its images; shorten it"
+            )
+        tokens_S, mask_S = (np.pad(row[0], (0, more)) for row in (tokens_BS, mask_BS))
         places_AS = _places(tokens_S, pad, grids)
         states_BSD = run(tokens_S[None], mask_S[None], jnp.concatenate(seen), places_AS[:, None])
         return Read(tokens_S, mask_S, states_BSD[0], pad)
@@ -131,7 +138,9 @@ def llava(parts: Parts) -> Callable[[str, np.ndarray, int], Read]:
     see = compiled(tower, lambda tower, x_BHWC: tower(x_BHWC)[0])
     run = compiled(
         parts.decoder("text_encoder"),
-        lambda decoder, *given: _hidden(decoder, *given, pad, -3),
+        lambda decoder, tokens_BS, mask_BS, seen_ND: _hidden(
+            decoder, tokens_BS, mask_BS, seen_ND, pad, -3
+        ),
     )
 
     def read(text: str, picture_HWC: np.ndarray, length: int) -> Read:
@@ -174,13 +183,6 @@ def _hidden(
     )[:, :, 0]
 
 
-def _filled(words: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a text, none cut off, and their mask, filled up to a multiple."""
-    tokens_BS, mask_BS = words.encode([text])
-    more = -tokens_BS.shape[1] % _MULTIPLE
-    return np.pad(tokens_BS[0], (0, more)), np.pad(mask_BS[0], (0, more))
-
-
 def clip_pixels(picture_HWC: np.ndarray, side: int, settings: dict[str, Any]) -> np.ndarray:
     """A picture as CLIP takes it, float32 [side, side, 3]: the shorter side becomes its size, the
     middle is cut out, and each colour is normalised as the files say."""
@@ -198,6 +200,6 @@ def _resized(picture: Image.Image, size: Size, how: Image.Resampling) -> Image.I
 
 
 def _normalised(pixels_HWC: np.ndarray, settings: dict[str, Any]) -> np.ndarray:
-    mean = np.float32(settings.get("image_mean") or MEAN)
-    deviation = np.float32(settings.get("image_std") or DEVIATION)
+    mean = np.asarray(settings.get("image_mean") or _MEAN, np.float32)
+    deviation = np.asarray(settings.get("image_std") or _DEVIATION, np.float32)
     return (np.asarray(pixels_HWC, np.float32) / 255 - mean) / deviation

@@ -48,10 +48,11 @@ def read_form(
             raise ApiError(400, "a part of the form has no name, or parts of its own")
         name = name.removesuffix("[]")
         value = content if part.get_filename() is not None else _text(name, content)
+        before = form.get(name)
         if name in several:
-            form[name] = [*form.get(name, ()), value]
+            form[name] = [*before, value] if isinstance(before, list) else [value]
             continue
-        if name in form:
+        if before is not None:
             raise ApiError(400, f"{name} is given twice; this model takes one", param=name)
         form[name] = value
     return form
