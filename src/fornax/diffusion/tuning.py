@@ -281,8 +281,8 @@ def _sizes(
         rate = getattr(config.data, "rate", None)
         if rate is None:
             raise ConfigError(
-                f"{base.parts.folder} receives the frames per second of a video; set data.rate, such "
-                f"as {frames.rate:g}"
+                f"{base.parts.folder} receives the frames per second of a video; set data.rate, "
+                f"such as {frames.rate:g}"
             )
         told = frames.sizes(rate)
         return lambda frame: told

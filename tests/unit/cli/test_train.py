@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 import fornax.train
-from fornax.cli.training import TrainingArguments, run_to_end
 from fornax.cli.main import main
+from fornax.cli.training import TrainingArguments, run_to_end
 from fornax.config import dump_yaml, from_yaml, load
 from fornax.train import TrainConfig
 

@@ -17,8 +17,8 @@ class Arguments(TrainingArguments):
     """Train a diffusion or flow model on images or videos, or resume a run that was stopped.
 
     --data is a folder of images with captions (a .txt file for each, or metadata.jsonl), Parquet
-    files, or tar files of WebDataset; with --data.frames of videos. Every key of the config is a flag too. Grids of samples by
-    step are in the run's images/, and on the page of fornax ui.
+    files, or tar files of WebDataset; with --data.frames of videos. Every key of the config is a
+    flag too. Grids of samples by step are in the run's images/, and on the page of fornax ui.
 
     examples:
       fornax diffusion train --data images/ --model.num-layers 6 --run-dir runs/mine

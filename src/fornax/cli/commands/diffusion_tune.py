@@ -19,7 +19,8 @@ class Arguments(TrainingArguments):
 
     --model is a diffusers folder, or a run directory, whose captions are of words that
     it knows; --data is as of fornax diffusion train. Images, or videos with --data.frames, and
-    captions are encoded once. Every key of the config is a flag too. What it makes is loaded like any run: adapters are merged.
+    captions are encoded once. Every key of the config is a flag too. What it makes is loaded like
+    any run: adapters are merged.
 
     examples:
       fornax diffusion tune --model sdxl/ --data photos/ --lora.rank 16 --out runs/photos
