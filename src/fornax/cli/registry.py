@@ -120,7 +120,7 @@ TUNE_DOCTOR = Group(
         *(
             Command(
                 name=f"tune doctor {name}",
-                summary=f"Check a run of: {method.summary[:1].lower()}{method.summary[1:]}",
+                summary=f"Check a run of: {method.within}",
                 module="tune_doctor",
                 of=name,
                 config=method.config_class,
@@ -253,6 +253,25 @@ HOST = Group(
     ),
 )
 
+PLAN_TUNE = Group(
+    name="plan tune",
+    summary="Predict memory, FLOPs and time of a post-training run",
+    example=f"fornax plan tune {METHODS['sft'].example}".rpartition(" --out")[0],
+    commands=_table(
+        *(
+            Command(
+                name=f"plan tune {name}",
+                summary=f"Plan a run of: {method.within}",
+                module="plan_tune",
+                of=name,
+                config=method.config_class,
+            )
+            for name, method in METHODS.items()
+            if name != "distill"
+        )
+    ),
+)
+
 PLAN = Group(
     name="plan",
     summary="Predict whether a run compiles and fits, how fast, on which chips",
@@ -275,6 +294,7 @@ PLAN = Group(
             summary="Simulate a long run with failures: tiers, snapshot intervals, spares",
             module="plan_goodput",
         ),
+        PLAN_TUNE,
     ),
 )
 
@@ -286,7 +306,7 @@ PROFILE_TUNE = Group(
         *(
             Command(
                 name=f"profile tune {name}",
-                summary=f"Capture steps of: {method.summary[:1].lower()}{method.summary[1:]}",
+                summary=f"Capture steps of: {method.within}",
                 module="profile_train",
                 of=name,
                 config=method.config_class,

@@ -29,6 +29,7 @@ USES = (
     "train in 8 bits",
     "tune",
     "plan",
+    "plan tune",
     "preflight",
     "serve",
     "train diffusion",
@@ -39,7 +40,7 @@ USES = (
 `quant.scheme`, and what denoisers are trained, planned and served with."""
 
 _DECODERS = ("train", "train in 8 bits", "tune", "plan", "preflight")
-_TRAINER = (*_DECODERS, "train diffusion", "plan diffusion")
+_TRAINER = (*_DECODERS, "plan tune", "train diffusion", "plan diffusion")
 
 
 class AxisSupport(NamedTuple):

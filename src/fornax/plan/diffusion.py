@@ -12,9 +12,9 @@ from fornax.diffusion.config import DiffusionConfig
 from fornax.diffusion.network import Network
 from fornax.diffusion.samplers import SAMPLERS
 from fornax.diffusion.setup import Facts, network_config
-from fornax.plan.cost.step import predict_step
+from fornax.plan.cost.summary import describe_hardware, describe_speed, report_facts
 from fornax.plan.denoiser import conditions, planned_batch, planned_facts, planned_task
-from fornax.plan.facts import Hardware, Plan, ProgramReport, Run, Speed
+from fornax.plan.facts import Plan, ProgramReport, Run
 from fornax.plan.format import format_seconds
 from fornax.plan.topology import Topology
 from fornax.plan.traced import Sampled, TracedStep, forward_facts, train_facts
@@ -49,8 +49,8 @@ def plan_diffusion(
     facts = planned_facts(config)
     task = planned_task(config)
     trained = train_facts(config, task, planned_batch(config, config.batch_size), topology)
-    hardware = _hardware(config, topology)
-    step = _report("train_step", trained, topology)
+    hardware = describe_hardware(topology, config.dtypes.compute)
+    step = report_facts("train_step", trained.facts, topology)
     run = _run(config, facts, trained, topology)
     return Plan(
         name=name,
@@ -60,14 +60,7 @@ def plan_diffusion(
         programs=(step, _sampling(config, facts, task, topology, rows or topology.num_chips)),
         run=run,
         kernels=tuple(dict.fromkeys(map(str, trained.kernels))),
-        speed=Speed(
-            step_seconds=step.step_seconds,
-            mfu=run.model_flops / hardware.chips / (hardware.peak_flops * step.step_seconds),
-            hfu=step.flops / (hardware.peak_flops * step.step_seconds),
-            tokens_per_second_per_chip=run.tokens / step.step_seconds / hardware.chips,
-            tokens_per_day=run.tokens / step.step_seconds * 86_400,
-            bound=step.bound,
-        ),
+        speed=describe_speed(step, run, hardware),
     )
 
 
@@ -91,7 +84,7 @@ def _sampling(
     once = forward_facts(config, task, Sampled(run=run, batch=batch), topology)
     table = SAMPLERS[said.sampler](config.objective.schedule(said.steps))
     times = table.evaluations
-    found = _report("sample", once, topology)
+    found = report_facts("sample", once.facts, topology)
     scaled = {
         field: getattr(found, field) * times
         for field in (
@@ -124,43 +117,6 @@ def _sampling(
             "autoencoder",
             *found.notes,
         ),
-    )
-
-
-def _report(name: str, traced: TracedStep, topology: Topology) -> ProgramReport:
-    time = predict_step(traced.facts, topology)
-    return ProgramReport(
-        name=name,
-        memory=traced.facts.memory,
-        flops=sum(row.flops for row in time.work),
-        bytes=sum(row.bytes for row in time.work),
-        step_seconds=time.step_seconds,
-        compute_seconds=time.compute_seconds,
-        exposed_seconds=time.exposed_seconds,
-        optimistic_seconds=time.optimistic_seconds,
-        pessimistic_seconds=time.pessimistic_seconds,
-        bound=time.bound,
-        work=time.work,
-        collectives=time.collectives,
-        notes=time.notes,
-    )
-
-
-def _hardware(config: DiffusionConfig, topology: Topology) -> Hardware:
-    chip = topology.chip
-    return Hardware(
-        topology=topology.name,
-        chip=chip.name,
-        platform=chip.platform,
-        chips=topology.num_chips,
-        devices=topology.num_devices,
-        hosts=topology.num_hosts,
-        slices=topology.slices,
-        peak_flops=chip.peak(config.dtypes.compute),
-        peak_dtype=config.dtypes.compute,
-        memory_bandwidth=chip.memory_bandwidth,
-        memory_bytes=int(chip.memory_bytes),
-        sources=dict(chip.sources),
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "ProgramReport",
+    "Round",
     "Run",
     "Speed",
     "StepFacts",
@@ -112,7 +113,8 @@ class MemoryPart:
     """Bytes of a chip's memory with one owner."""
 
     owner: str
-    """`parameters`, `optimizer`, `gradients`, `activations`, `temporaries`, `batch`, `other`."""
+    """`parameters`, `optimizer`, `gradients`, `activations`, `temporaries`, `batch`, `other`; of
+    reinforcement learning also `sampler` and `reference`."""
     bytes: int
 
 
@@ -294,7 +296,8 @@ class Run:
     batch_size: int
     seq_len: int
     accumulate: int
-    steps: int
+    steps: int | None
+    """None: as many as the data has, which a plan does not read."""
     remat: str
     params_dtype: str
     compute_dtype: str
@@ -314,13 +317,34 @@ class Speed:
     """How fast training is predicted to be."""
 
     step_seconds: float
+    """Of a step of the run; of a round's, with its share of what comes before it."""
     mfu: float
-    """Model FLOP/s over the chips' peak; recomputation does not count."""
+    """Model FLOP/s over the chips' peak, of the program; recomputation does not count."""
     hfu: float
-    """Executed FLOP/s over the chips' peak."""
+    """Executed FLOP/s over the chips' peak, of the program."""
     tokens_per_second_per_chip: float
     tokens_per_day: float
     bound: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """A round of reinforcement learning, one part after the other on the same chips."""
+
+    completions: int
+    steps: int
+    """Of the optimizer."""
+    sample_seconds: float
+    """To draw the completions."""
+    score_seconds: float
+    """Of the passes before the first step: log-probabilities, the reference's, values."""
+    train_seconds: float
+    """Of all steps."""
+
+    @property
+    def seconds(self) -> float:
+        """The round, without rewards and the transfer of weights."""
+        return self.sample_seconds + self.score_seconds + self.train_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,9 +355,9 @@ class Money:
     per_chip_hour: float
     per_day: float
     per_billion_tokens: float
-    whole_run: float
-    """All of the config's steps."""
-    days: float
+    whole_run: float | None
+    """All of the config's steps; None where they are not known."""
+    days: float | None
     """Of the whole run."""
 
 
@@ -382,6 +406,8 @@ class Plan:
     """Which implementation each kernel gets, and why no faster one: the lines that a run shows."""
     speed: Speed | None = None
     """For training."""
+    round: Round | None = None
+    """For reinforcement learning."""
     money: Money | None = None
     advice: tuple[Advice, ...] = ()
     """For a plan that does not fit: cheapest first."""

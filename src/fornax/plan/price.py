@@ -14,13 +14,13 @@ _DAY = 86_400
 def cost(price: Price, hardware: Hardware, run: Run, speed: Speed) -> Money:
     """What training costs."""
     per_day = price.chip_hour * 24 * hardware.chips
-    days = run.steps * speed.step_seconds / _DAY
+    days = None if run.steps is None else run.steps * speed.step_seconds / _DAY
     return Money(
         currency=price.currency,
         per_chip_hour=price.chip_hour,
         per_day=per_day,
         per_billion_tokens=per_day / speed.tokens_per_day * 1e9,
-        whole_run=per_day * days,
+        whole_run=None if days is None else per_day * days,
         days=days,
     )
 

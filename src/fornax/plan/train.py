@@ -14,7 +14,8 @@ from fornax.models import abstract_decoder, check_model, flops_per_token, num_pa
 from fornax.plan.advice import advise
 from fornax.plan.closed_form import EVEN, kernel_choices
 from fornax.plan.cost.estimate import estimate
-from fornax.plan.facts import Hardware, Option, Plan, ProgramReport, Run, Speed
+from fornax.plan.cost.summary import describe_hardware, describe_speed
+from fornax.plan.facts import Option, Plan, ProgramReport, Run
 from fornax.plan.format import format_bytes
 from fornax.plan.search.search import (
     Candidate,
@@ -239,7 +240,7 @@ def _plan(
     how: str,
     notes: tuple[str, ...] = (),
 ) -> Plan:
-    hardware = _hardware(topology, config.dtypes.compute)
+    hardware = describe_hardware(topology, config.dtypes.compute)
     run = _run(config, topology)
     trains = programs[0].name == "train_step"
     return Plan(
@@ -251,26 +252,7 @@ def _plan(
         run=run,
         kernels=tuple(str(choice) for choice in kernel_choices(config, topology)),
         notes=notes,
-        speed=_speed(programs[0], run, hardware) if trains else None,
-    )
-
-
-def _hardware(topology: Topology, dtype: str) -> Hardware:
-    """What is known of the chips; the peak is that of products of `dtype`."""
-    chip = topology.chip
-    return Hardware(
-        topology=topology.name,
-        chip=chip.name,
-        platform=chip.platform,
-        chips=topology.num_chips,
-        devices=topology.num_devices,
-        hosts=topology.num_hosts,
-        slices=topology.slices,
-        peak_flops=chip.peak(dtype),
-        peak_dtype=dtype,
-        memory_bandwidth=chip.memory_bandwidth,
-        memory_bytes=int(chip.memory_bytes),
-        sources=dict(chip.sources),
+        speed=describe_speed(programs[0], run, hardware) if trains else None,
     )
 
 
@@ -307,17 +289,3 @@ def _remat(config: TrainConfig) -> str:
     kept = [f"{', '.join(config.remat_save)} kept"] if config.remat_save else []
     kept += [f"{', '.join(config.remat_offload)} offloaded"] if config.remat_offload else []
     return f"{config.remat} ({'; '.join(kept)})" if kept else config.remat
-
-
-def _speed(program: ProgramReport, run: Run, hardware: Hardware) -> Speed:
-    """Utilisation and throughput of a training step."""
-    step, chips = program.step_seconds, hardware.chips
-    peak = hardware.peak_flops * step
-    return Speed(
-        step_seconds=step,
-        mfu=run.model_flops / chips / peak,
-        hfu=program.flops / peak,
-        tokens_per_second_per_chip=run.tokens / step / chips,
-        tokens_per_day=run.tokens / step * 86_400,
-        bound=program.bound,
-    )

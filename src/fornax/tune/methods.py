@@ -30,6 +30,12 @@ class Method:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Flags that stand for keys of another name."""
 
+    @property
+    def within(self) -> str:
+        """The summary inside a sentence."""
+        first, rest = self.summary[:1], self.summary[1:]
+        return self.summary if rest[:1].isupper() else first.lower() + rest
+
     def config_class(self) -> "type[TuneConfig]":
         """The config's class."""
         return _find(self.config)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -30,15 +31,25 @@ from fornax.train import (
 from fornax.train.state import trained_of
 from fornax.tune.config import TuneConfig
 
-__all__ = ["Origin", "Policy", "fit_to_model", "policy", "read_origin"]
+__all__ = [
+    "ModelOrigin",
+    "Origin",
+    "Policy",
+    "fit_to_model",
+    "policy",
+    "read_model_origin",
+    "read_origin",
+]
+
+ConfigT = TypeVar("ConfigT", bound=TuneConfig)
 
 _HIGHEST_OF_ALL = 5e-5
 _LOWEST_OF_ADAPTERS = 5e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What is known of the model to start from, short of its weights."""
+class ModelOrigin:
+    """What is known of the model to start from by its config alone."""
 
     path: Path
     """Absolute."""
@@ -48,6 +59,12 @@ class Origin:
     """With its modules that predict further tokens where they are trained."""
     left_out: int
     """How many such modules its files have that are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin(ModelOrigin):
+    """What is known of the model to start from, short of its weights."""
+
     tokenizer: Tokenizer
     """Encodes special tokens that a text spells out, as chat templates do."""
     tokenizer_path: Path
@@ -65,8 +82,8 @@ def read_origin(config: TuneConfig) -> Origin:
       ConfigError: when it is neither a run nor a Hugging Face directory, or has no tokenizer.
       DataError: when the tokenizer, or the template given, cannot be read or is too large.
     """
-    path = find_model(config.model).expanduser().resolve()
-    model = model_config(path, mtp=config.trains_modules)
+    of_model = read_model_origin(config, find_model(config.model))
+    path, model = of_model.path, of_model.model_config
     folder = tokenizer_folder(path)
     if folder is None:
         raise ConfigError(
@@ -81,9 +98,9 @@ def read_origin(config: TuneConfig) -> Origin:
     tokenizer.backend.encode_special_tokens = False
     return Origin(
         path=path,
-        name=pinned(config.model, path),
+        name=of_model.name,
         model_config=model,
-        left_out=count_modules(path) - model.num_mtp_modules,
+        left_out=of_model.left_out,
         tokenizer=tokenizer,
         tokenizer_path=folder,
         template=_template(config, folder, path, tokenizer),
@@ -91,7 +108,23 @@ def read_origin(config: TuneConfig) -> Origin:
     )
 
 
-def fit_to_model(config: TuneConfig, origin: Origin) -> TuneConfig:
+def read_model_origin(config: TuneConfig, folder: Path) -> ModelOrigin:
+    """What the config of the model in `folder` says, which needs neither weights nor tokenizer.
+
+    Raises:
+      ConfigError: when it is neither a run nor a Hugging Face directory.
+    """
+    path = folder.expanduser().resolve()
+    model = model_config(path, mtp=config.trains_modules)
+    return ModelOrigin(
+        path=path,
+        name=pinned(config.model, path),
+        model_config=model,
+        left_out=count_modules(path) - model.num_mtp_modules,
+    )
+
+
+def fit_to_model(config: ConfigT, origin: ModelOrigin) -> ConfigT:
     """The config with what follows from the model: its path, or its commit on the Hub, so that the
     run is found to belong to it from any folder, and `max_length`, no larger than its positions."""
     length = min(config.max_length, origin.model_config.max_position_embeddings)
@@ -159,7 +192,7 @@ class Policy:
         return f"{trained}. {self.caution}" if self.caution else trained
 
 
-def policy(config: TuneConfig, origin: Origin) -> Policy:
+def policy(config: TuneConfig, origin: ModelOrigin) -> Policy:
     """The model that `config` trains.
 
     Raises:
@@ -236,7 +269,7 @@ def _caution(config: TuneConfig) -> str:
     return ""
 
 
-def _left_out(origin: Origin) -> str:
+def _left_out(origin: ModelOrigin) -> str:
     """A sentence on modules that predict further tokens and that the run does without."""
     if not origin.left_out:
         return ""

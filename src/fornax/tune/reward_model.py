@@ -29,7 +29,7 @@ from fornax.train.task import Batch
 from fornax.tune.config import RewardModelConfig
 from fornax.tune.data import Codec, Encoded, bucket, buckets_up_to, pad_rows
 from fornax.tune.data.records import Messages
-from fornax.tune.policy import Origin, Policy, read_origin
+from fornax.tune.policy import ModelOrigin, Policy, read_origin
 from fornax.tune.policy import policy as policy_of
 from fornax.tune.splits import codec_of
 
@@ -43,7 +43,7 @@ class HeadParam(nnx.Param):
     """The parameter of a scalar head."""
 
 
-def scored(config: RewardModelConfig, origin: Origin) -> Policy:
+def scored(config: RewardModelConfig, origin: ModelOrigin) -> Policy:
     """The model that `config` trains: a policy with a `reward_head` [D].
 
     Raises:

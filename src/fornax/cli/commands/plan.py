@@ -13,6 +13,7 @@ from fornax.cli.configured import ConfigArguments, is_diffusion_config, read_con
 from fornax.config import ConfigError
 
 if TYPE_CHECKING:
+    from fornax.config.price import Price
     from fornax.plan.facts import Plan
     from fornax.plan.measured import Beside
     from fornax.plan.topology import Topology
@@ -20,7 +21,66 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(ConfigArguments):
+class PlanArguments(ConfigArguments):
+    """What plans of all runs share."""
+
+    topology: Annotated[str | None, arg(metavar="T", help_behavior_hint="")] = None
+    """v5p:4x4x4, 2*v6e:16x16 (slices), h100:4x8 (nodes x GPUs), cpu:8 (default: this machine)."""
+    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
+    """US$ of one chip and hour, or YAML of yours: {currency: EUR, chips: {v5p: 3.5}}."""
+    calibration: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Plan with the shares that --fit wrote."""
+    json: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write every figure."""
+    html: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write a page with the memory and roofline pictures."""
+
+    def chips(self) -> "Topology":
+        """The topology, with the calibration that was given.
+
+        Raises:
+          ConfigError: for one that there is not, or a file that is no calibration.
+        """
+        from fornax.plan.measured import calibrated
+        from fornax.plan.topology import named_or_local
+
+        topology = named_or_local(self.topology)
+        if self.calibration is None:
+            return topology
+        return dataclasses.replace(topology, chip=calibrated(topology.chip, self.calibration))
+
+    def price_of(self, topology: "Topology") -> "Price | None":
+        """What a chip costs, where that was given.
+
+        Raises:
+          ConfigError: for what is no price.
+        """
+        from fornax.config.price import read_prices
+
+        return read_prices(self.price).of(topology.chip.name) if self.price else None
+
+    def show(self, plan: "Plan", measured: "Beside | None" = None) -> int:
+        """Print and write a plan.
+
+        Raises:
+          ConfigError: when it does not fit.
+        """
+        from fornax.plan.report import print_plan, too_large, write_json, write_page
+
+        print_plan(plan, measured)
+        if self.json:
+            print(write_json(plan, self.json, measured))  # noqa: T201
+        if self.html:
+            print(write_page(plan, self.html, measured))  # noqa: T201
+        problem = too_large(plan)
+        if problem:
+            sys.stdout.flush()
+            raise ConfigError(problem)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments(PlanArguments):
     """Predict whether a training run compiles and fits, how fast it is, and what bounds it.
 
     For TPUs the real compiler compiles the run's own steps, without a TPU (extra tpu); for GPUs and
@@ -34,8 +94,6 @@ class Arguments(ConfigArguments):
       fornax plan serve --model DIR --topology v6e:2x2
     """
 
-    topology: Annotated[str | None, arg(metavar="T", help_behavior_hint="")] = None
-    """v5p:4x4x4, 2*v6e:16x16 (slices), h100:4x8 (nodes x GPUs), cpu:8 (default: this machine)."""
     search: Annotated[bool, NO_DEFAULT] = False
     """Look for a better mesh, remat, accumulation; plan it."""
     budget: int = 3
@@ -50,18 +108,10 @@ class Arguments(ConfigArguments):
         tuple[Literal["train", "eval"], ...], arg(metavar="NAME ...", help_behavior_hint="")
     ] = ()
     """train, eval (default: train, eval if the config does)."""
-    price: Annotated[str | None, arg(metavar="PRICE", help_behavior_hint="")] = None
-    """US$ of one chip and hour, or YAML of yours: {currency: EUR, chips: {v5p: 3.5}}."""
-    json: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write every figure."""
     profile: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """A capture of the run: planned beside measured."""
     fit: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """With --profile: write the chip's shares that it reached."""
-    calibration: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Plan with the shares that --fit wrote."""
-    html: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
-    """Write a page with the memory and roofline pictures."""
 
 
 def run(arguments: Arguments, overrides: Sequence[str]) -> int:
@@ -79,48 +129,28 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
     if config is None:
         return 0
     config.data.check_batch_size(config.batch_size)  # training would find it when it opens the data
-    from fornax.config.price import read_prices
-    from fornax.plan.price import priced
-    from fornax.plan.topology import named_or_local
-
     if arguments.fit and not arguments.profile:
         raise ConfigError(
             "--fit needs a capture of the run to fit on; name it with --profile DIR, such as one "
             "that fornax profile train made"
         )
-    topology = _calibrated(named_or_local(arguments.topology), arguments.calibration)
-    price = read_prices(arguments.price).of(topology.chip.name) if arguments.price else None
+    from fornax.plan.price import priced
+
+    topology = arguments.chips()
+    price = arguments.price_of(topology)
     plan, config = _plan(arguments, config, topology)
     plan = priced(plan, price) if price else plan
     measured = _measured(arguments, plan, topology) if arguments.profile else None
     if arguments.write:
         _write_config(config, arguments.write)
-    return _show(arguments, plan, measured)
-
-
-def _show(arguments: Arguments, plan: "Plan", measured: "Beside | None") -> int:
-    """Print and write a plan."""
-    from fornax.plan.report import print_plan, too_large, write_json, write_page
-
-    print_plan(plan, measured)
-    if arguments.json:
-        print(write_json(plan, arguments.json, measured))  # noqa: T201
-    if arguments.html:
-        print(write_page(plan, arguments.html, measured))  # noqa: T201
-    problem = too_large(plan)
-    if problem:
-        sys.stdout.flush()
-        raise ConfigError(problem)
-    return 0
+    return arguments.show(plan, measured)
 
 
 def _run_diffusion(arguments: Arguments, overrides: Sequence[str]) -> int:
     """The plan of a diffusion run: training and sampling, from their traces."""
-    from fornax.config.price import read_prices
     from fornax.diffusion.config import DiffusionConfig
     from fornax.plan.diffusion import plan_diffusion
     from fornax.plan.price import priced
-    from fornax.plan.topology import named_or_local
 
     config = read_config(DiffusionConfig, arguments, overrides)
     if config is None:
@@ -131,19 +161,11 @@ def _run_diffusion(arguments: Arguments, overrides: Sequence[str]) -> int:
                 f"--{name} is for the plans of language models; the plan of a diffusion run is "
                 "predicted from its trace: leave it out"
             )
-    topology = _calibrated(named_or_local(arguments.topology), arguments.calibration)
-    price = read_prices(arguments.price).of(topology.chip.name) if arguments.price else None
+    topology = arguments.chips()
+    price = arguments.price_of(topology)
     name = arguments.config.stem if arguments.config else "config"
     plan = plan_diffusion(config, topology, name=name)
-    return _show(arguments, priced(plan, price) if price else plan, None)
-
-
-def _calibrated(topology: "Topology", path: Path | None) -> "Topology":
-    from fornax.plan.measured import calibrated
-
-    if path is None:
-        return topology
-    return dataclasses.replace(topology, chip=calibrated(topology.chip, path))
+    return arguments.show(priced(plan, price) if price else plan)
 
 
 def _measured(arguments: Arguments, plan: "Plan", topology: "Topology") -> "Beside":

@@ -61,6 +61,5 @@ def command(name: str) -> TuneDoctor:
     """The command for the method called `name`."""
     method = METHODS[name]
     example = method.example.rpartition(" --out")[0]
-    summary = f"{method.summary[:1].lower()}{method.summary[1:]}"
-    text = _HELP.format(name=name, summary=summary, example=example)
+    text = _HELP.format(name=name, summary=method.within, example=example)
     return TuneDoctor(method, type("Arguments", (Arguments,), {"__doc__": text}))

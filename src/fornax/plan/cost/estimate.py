@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from fornax.plan.closed_form import EVEN, step_facts
-from fornax.plan.cost.step import predict_step
+from fornax.plan.cost.summary import report_facts
 from fornax.plan.facts import Memory, ProgramReport
 from fornax.plan.topology import Topology
 from fornax.train import TrainConfig
@@ -49,22 +49,7 @@ def estimate(config: TrainConfig, topology: Topology, *, expert_load: float = EV
       ShardingError: when model, batch or length do not divide over the mesh.
     """
     facts = step_facts(config, topology, expert_load)
-    time = predict_step(facts, topology)
-    step = ProgramReport(
-        name="train_step",
-        memory=facts.memory,
-        flops=sum(row.flops for row in time.work),
-        bytes=sum(row.bytes for row in time.work),
-        step_seconds=time.step_seconds,
-        compute_seconds=time.compute_seconds,
-        exposed_seconds=time.exposed_seconds,
-        optimistic_seconds=time.optimistic_seconds,
-        pessimistic_seconds=time.pessimistic_seconds,
-        bound=time.bound,
-        work=time.work,
-        collectives=time.collectives,
-        notes=time.notes,
-    )
+    step = report_facts("train_step", facts, topology)
     return Estimate(
         config=config, topology=topology, step=step, repeated_flops=facts.repeated_flops
     )

@@ -25,6 +25,8 @@ _OWNER_COLOURS = {
     "states of linear layers": "#1d4ed8",
     "activations": "#1d4ed8",
     "temporaries": "#60a5fa",
+    "reference": "#9a3412",
+    "sampler": "#047857",
     "cache": "#047857",
     "batch": "#94a3b8",
     "programs": "#94a3b8",

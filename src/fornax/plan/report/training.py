@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from fornax.plan.facts import CollectiveTime, Money, Plan, ProgramReport, Run
+from fornax.plan.facts import CollectiveTime, Money, Plan, ProgramReport, Round, Run
 from fornax.plan.format import (
     format_axes,
     format_bound,
@@ -98,11 +98,17 @@ def _verdicts(plan: Plan) -> Iterator[str]:
     main, memory, speed = plan.main, plan.main.memory, plan.speed
     bound = format_bound(main.bound, plan.hardware.platform)
     if speed:
-        yield (
-            f"step {format_seconds(speed.step_seconds)}, MFU {speed.mfu:.1%} (executed "
-            f"{speed.hfu:.1%}), {speed.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
-            f"{format_count(speed.tokens_per_day)} tokens/day; bound by {bound}"
+        rates = (
+            f"{speed.tokens_per_second_per_chip:,.0f} tokens/s/chip, "
+            f"{format_count(speed.tokens_per_day)} tokens/day"
         )
+        own = f", {rates}" if plan.round is None else ""
+        yield (
+            f"step {format_seconds(main.step_seconds)}, MFU {speed.mfu:.1%} (executed "
+            f"{speed.hfu:.1%}){own}; bound by {bound}"
+        )
+        if plan.round:
+            yield f"{_round_sentence(plan.round)}; {rates}"
     else:
         yield f"{main.name} {format_seconds(main.step_seconds)}; bound by {bound}"
     yield (
@@ -120,12 +126,24 @@ def _verdicts(plan: Plan) -> Iterator[str]:
         yield f"and {format_bytes(memory.host)} per chip in the host's memory"
 
 
+def _round_sentence(found: Round) -> str:
+    scored = f"{format_seconds(found.score_seconds)} to score them, " * (found.score_seconds > 0)
+    steps = format_plural(found.steps, "step")
+    return (
+        f"round {format_seconds(found.seconds)}: {format_seconds(found.sample_seconds)} to draw "
+        f"{found.completions:,} completions, {scored}{format_seconds(found.train_seconds)} in "
+        f"{steps}"
+    )
+
+
 def _price(money: Money) -> str:
-    unit = money.currency
+    unit, whole = money.currency, ""
+    if money.whole_run is not None and money.days is not None:
+        length = format_seconds(money.days * 86_400)
+        whole = f", {money.whole_run:,.0f} {unit} for the whole run of {length}"
     return (
         f"{money.per_day:,.0f} {unit} per day, {money.per_billion_tokens:,.2f} {unit} for 1e9 "
-        f"tokens, {money.whole_run:,.0f} {unit} for the whole run of "
-        f"{format_seconds(money.days * 86_400)} (at {money.per_chip_hour:g} {unit} per chip-hour)"
+        f"tokens{whole} (at {money.per_chip_hour:g} {unit} per chip-hour)"
     )
 
 

@@ -7,7 +7,7 @@ of the layers and of the choice comes from the compiled program where there is o
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from fornax.hlo import Calibration, Item, Loop, Operation, ProgramFacts
 from fornax.llm.programs import bucket_for
@@ -74,6 +74,11 @@ class StepTime:
         """What takes longest."""
         parts: tuple[Bound, ...] = ("weights", "cache", "compute", "exchange", "sampling")
         return max(parts, key=lambda name: getattr(self, name))
+
+    def __mul__(self, count: int) -> "StepTime":
+        """So many such steps."""
+        parts = {field.name: getattr(self, field.name) * count for field in fields(self)[:-1]}
+        return StepTime(**parts, compiled=self.compiled)
 
     def __add__(self, other: "StepTime") -> "StepTime":
         """One step after another."""
@@ -151,6 +156,18 @@ class StepTimes:
         for step in found[1:]:
             total = total + step
         return total, len(found)
+
+    def prompts(self, count: int, tokens: int) -> tuple[StepTime, int]:
+        """The steps of `count` prompts of equal length, short ones together, and how many."""
+        together = min(count, max(1, self.steps[-1] // tokens))
+        if together == 1:
+            time, steps = self.prompt(tokens)
+            return time * count, count * steps
+        size = bucket_for(together * tokens, self.steps)
+        one = self.attention(size).prompt(0, tokens)
+        work = replace(one, flops=one.flops * together, bytes=one.bytes * together)
+        steps = -(-count // together)
+        return self._step(size, work, bucket_for(together, self.samples)) * steps, steps
 
     def _step(self, size: int, attention: Work, samples: int) -> StepTime:
         layers = self.compiled_layers.get(size) or self.layers(size)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,10 +27,10 @@ from fornax.plan.topology import Topology
 from fornax.plan.traced.jaxpr import Traced, walk
 from fornax.train import TrainerConfig
 from fornax.train.hosts import data_shards, padding_text
-from fornax.train.state import split_model
+from fornax.train.state import ModelParts, split_model
 from fornax.train.task import Hosts, Task
 
-__all__ = ["Sampled", "TracedStep", "forward_facts", "train_facts"]
+__all__ = ["Sampled", "TracedStep", "forward_facts", "held_bytes", "train_facts"]
 
 _CODE = 40 * 2**20
 """Bytes of a program for TPUs; scanned blocks make it about the same for all."""
@@ -48,7 +48,7 @@ class TracedStep:
     parameters: int
     """Of the model, frozen ones included."""
     model_flops: float
-    """Of a step over all chips: three times the forward pass, or once where nothing is trained."""
+    """Of a step over all chips, without what is computed again; of a forward pass its own."""
     kernels: tuple[Choice, ...]
     """Which implementation each kernel call gets on these chips."""
     mesh: Mapping[str, int]
@@ -111,11 +111,11 @@ class _Local:
         return own, frozen
 
 
-def _local(config: TrainerConfig, task: Task, topology: Topology) -> _Local:
+def _local(config: TrainerConfig, task: Task, topology: Topology, use: str) -> _Local:
     model = nnx.eval_shape(lambda: task.build(nnx.Rngs(0)))
     mesh = fit_mesh(config.mesh, nnx.state(model, nnx.Param), topology.num_devices)
     sizes = mesh.resolved_sizes(topology.num_devices)
-    check_use(mesh, "plan diffusion")
+    check_use(mesh, use)
     if topology.chip.platform == "tpu" and sizes["slice"] != topology.slices:
         raise ConfigError(
             f"mesh.slice={sizes['slice']} and {topology.name} has {topology.slices} slices; set "
@@ -125,39 +125,50 @@ def _local(config: TrainerConfig, task: Task, topology: Topology) -> _Local:
     return _Local(config, topology, model, task.post.trained, sizes, rules)
 
 
-def train_facts(config: TrainerConfig, task: Task, batch: Shapes, topology: Topology) -> TracedStep:
+def train_facts(
+    config: TrainerConfig,
+    task: Task,
+    batch: Shapes,
+    topology: Topology,
+    *,
+    use: str = "plan diffusion",
+    plain: Task | None = None,
+) -> TracedStep:
     """A training step.
 
     Args:
       config: mesh, optimizer, dtypes, rows and micro-batches.
-      task: its model and loss.
+      task: its model, its loss, and what it measures before.
       batch: the rows of the whole step.
       topology: the chips.
+      use: what is planned, of `fornax.mesh.capabilities.USES`.
+      plain: the same task, whose loss computes nothing again: its FLOPs are the model's. None takes
+        three times the forward pass, which is so where all that is multiplied is trained.
 
     Raises:
       ConfigError: a mesh axis whose exchanges are not known here.
       ShardingError: what does not divide over the mesh.
     """
-    local = _local(config, task, topology)
+    local = _local(config, task, topology, use)
     rows = local.rows(config.batch_size, config.accumulate)
     parts = split_model(local.model, local.trained)
     own, frozen = local.arrays
-
-    def loss(params: Any, frozen: Any, other: Any, batch: Any) -> jax.Array:
-        model = parts.holding(frozen).merge(params, other, jax.random.key(0))
-        return task.loss(model, batch, jax.random.key(0)).total
-
     arguments = tuple(map(nnx.to_pure_dict, (parts.params, parts.frozen, parts.other)))
     part = {name: _with_rows(x, rows) for name, x in batch.items()}
     scale = _shares(arguments[:2], own, frozen)
     choices: dict[Any, Choice] = {}
-    forward = _traced(loss, (*arguments, part), scale, config, topology, choices)
-    whole = _traced(jax.value_and_grad(loss), (*arguments, part), scale, config, topology, choices)
+
+    def traced(task: Task, *, gradients: bool = True) -> Traced:
+        run = _step_of(task, parts, gradients=gradients)
+        return _traced(run, (*arguments, part), scale, config, topology, choices)
+
+    forward, whole = traced(task, gradients=False), traced(task)
+    once = 3 * forward.flops if plain is None else traced(plain).flops
     count = 4 * sum(math.prod(a.shape) for a in own if a.owner == "parameters")
     accumulate, devices = config.accumulate, topology.chip.devices
     work = [dataclasses.replace(w, count=w.count * accumulate) for w in whole.work]
     shards = data_shards(local.sizes, local.rules)
-    model_flops = 3 * forward.flops * accumulate * shards
+    model_flops = once * accumulate * shards
     padding = padding_text(config.batch_size, shards, accumulate)
     facts = StepFacts(
         memory=_memory(local, whole, count, _bytes_of(part) * accumulate),
@@ -165,8 +176,7 @@ def train_facts(config: TrainerConfig, task: Task, batch: Shapes, topology: Topo
         exchanges=tuple(_exchanges(local, (*own, *frozen), forward, whole, accumulate)),
         dtype=config.dtypes.compute,
         mesh=local.sizes,
-        repeated_flops=max(0.0, whole.flops - 3 * forward.flops)
-        * (accumulate * devices / local.context),
+        repeated_flops=max(0.0, whole.flops - once) * (accumulate * devices / local.context),
         notes=(*((padding,) if padding else ()), *_notes(choices.values())),
     )
     return TracedStep(
@@ -178,14 +188,42 @@ def train_facts(config: TrainerConfig, task: Task, batch: Shapes, topology: Topo
     )
 
 
-def forward_facts(
-    config: TrainerConfig, task: Task, sampled: Sampled, topology: Topology
-) -> TracedStep:
-    """One evaluation of the network, as a sampler makes it; weights in the compute dtype.
+def _step_of(task: Task, parts: ModelParts, *, gradients: bool) -> Callable[..., Any]:
+    """(trained, frozen, other, batch) to the loss, with its gradients or alone."""
 
-    Arguments and errors as of `train_facts`; the rows are those of `sampled.batch`.
+    def merged(params: Any, frozen: Any, other: Any) -> Any:
+        return parts.holding(frozen).merge(params, other, jax.random.key(0))
+
+    def loss(params: Any, frozen: Any, other: Any, batch: Any) -> jax.Array:
+        return task.loss(merged(params, frozen, other), batch, jax.random.key(0)).total
+
+    def run(params: Any, frozen: Any, other: Any, batch: Any) -> Any:
+        if task.post.measure is not None:
+            means = task.post.measure(merged(params, frozen, other), batch)
+            given = {f"measured/{name}": total / weight for name, (total, weight) in means.items()}
+            batch = {**batch, **given}
+        found = jax.value_and_grad(loss) if gradients else loss
+        return found(params, frozen, other, batch)
+
+    return run
+
+
+def forward_facts(
+    config: TrainerConfig,
+    task: Task,
+    sampled: Sampled,
+    topology: Topology,
+    *,
+    use: str = "plan diffusion",
+    training: bool = False,
+) -> TracedStep:
+    """One evaluation of the network without gradients.
+
+    Arguments and errors as of `train_facts`; the rows are those of `sampled.batch`. The weights are
+    in the compute dtype, as a sampler has them; with `training` the trainer's own, with the
+    optimizer's state beside them.
     """
-    local = _local(config, task, topology)
+    local = _local(config, task, topology, use)
     count = next(iter(sampled.batch.values())).shape[0]
     rows = local.rows(count, 1)
     graphdef, params, other = nnx.split(local.model, nnx.Param, ...)
@@ -194,11 +232,15 @@ def forward_facts(
     def run(params: Any, other: Any, batch: Any) -> Any:
         return sampled.run(nnx.merge(graphdef, params, other), batch)
 
-    arguments = (_cast(nnx.to_pure_dict(params), compute), nnx.to_pure_dict(other))
+    weights = nnx.to_pure_dict(params)
+    arguments = (weights if training else _cast(weights, compute), nnx.to_pure_dict(other))
     part = {name: _with_rows(x, rows) for name, x in sampled.batch.items()}
     own, frozen = local.arrays
     everything = [a for a in (*own, *frozen) if a.owner == "parameters"]
-    held = {a.name: math.prod(a.shape) * compute.itemsize for a in everything}
+    held = {
+        a.name: a.bytes if training else math.prod(a.shape) * compute.itemsize for a in everything
+    }
+    state = sum(a.bytes for a in own if a.owner == "optimizer") if training else 0
     leaves = flatten(arguments[0])
     scale = {
         number: held[name] / max(1, _bytes_of({name: leaf}))
@@ -209,6 +251,7 @@ def forward_facts(
     devices = topology.chip.devices
     sizes = {
         "parameters": sum(held.values()),
+        "optimizer": state,
         "activations": found.peak_bytes / local.context,
         "batch": _bytes_of(part),
         "other": _code(topology) + _GAPS * found.peak_bytes,
@@ -232,6 +275,14 @@ def forward_facts(
         kernels=tuple(dict.fromkeys(choices.values())),
         mesh=local.sizes,
     )
+
+
+def held_bytes(config: TrainerConfig, task: Task, topology: Topology, *, use: str) -> int:
+    """Bytes of a chip that the parameters of a task's model take, in their own dtype; arguments and
+    errors as of `train_facts`."""
+    own, frozen = _local(config, task, topology, use).arrays
+    held = sum(array.bytes for array in (*own, *frozen) if array.owner == "parameters")
+    return held * topology.chip.devices
 
 
 def _traced(

@@ -55,6 +55,7 @@ from fornax.tune.splits import codec_of
 __all__ = [
     "Conversations",
     "RewardModelScorer",
+    "engines_for",
     "make_components",
     "rollout_engine",
     "shard_sampler",
@@ -358,21 +359,40 @@ def rollout_engine(
     Raises:
       ConfigError: when there are fewer.
     """
-    rollout = config.rollout
     if local:
         devices, beside = jax.local_devices(), max(config.mesh.tensor, 1)
-        shards = _shards(config)
     else:
         mesh = make_mesh(config.mesh)
         devices, beside = list(mesh.devices.flat), mesh.shape["tensor"]
-        shards = rollout.shards or 1
-    shared = devices[0].platform == "cpu"
+    platform = devices[0].platform
+    engine, data = engines_for(config, platform, len(devices), beside=beside, local=local)
+    tensor = engine.tensor_parallel_size
+    return engine, [devices[i * tensor : (i + 1) * tensor] for i in range(data)]
+
+
+def engines_for(
+    config: RLConfig, platform: str, devices: int, *, beside: int = 1, local: bool = False
+) -> tuple[EngineConfig, int]:
+    """What each engine is, and how many draw side by side.
+
+    Args:
+      config: the run.
+      platform: of the devices; those of a CPU share its cores.
+      devices: how many there are.
+      beside: of the trainer's tensor axis.
+      local: see `rollout_engine`.
+
+    Raises:
+      ConfigError: when there are fewer.
+    """
+    rollout, shared = config.rollout, platform == "cpu"
+    shards = _shards(config) if local else rollout.shards or 1
     tensor = rollout.tensor_parallel_size or (1 if shared else beside)
-    data = rollout.data_parallel_size or (1 if shared else max(len(devices) // tensor, 1))
-    if tensor * data > len(devices):
+    data = rollout.data_parallel_size or (1 if shared else max(devices // tensor, 1))
+    if tensor * data > devices:
         raise ConfigError(
             f"rollout.data_parallel_size={data} engines of rollout.tensor_parallel_size={tensor} "
-            f"devices are more than {'a sampler' if local else 'the trainer'}'s {len(devices)}; "
+            f"devices are more than {'a sampler' if local else 'the trainer'}'s {devices}; "
             "lower one of them"
         )
     largest = math.ceil(config.prompts / min(shards, config.prompts)) * config.group_size
@@ -390,7 +410,7 @@ def rollout_engine(
         step_sizes="coarse",
         enable_return_routed_experts=config.routing_replay,
     )
-    return engine, [devices[i * tensor : (i + 1) * tensor] for i in range(data)]
+    return engine, data
 
 
 def _shards(config: RLConfig) -> int:

@@ -22,7 +22,7 @@ from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
 from fornax.tune.rl.task import Components, Objective, rl_task
 
-__all__ = ["grpo_task", "make"]
+__all__ = ["grpo_objective", "grpo_task", "make"]
 
 
 def make(config: GRPOConfig, origin: Origin, out: Path) -> Task:
@@ -32,6 +32,11 @@ def make(config: GRPOConfig, origin: Origin, out: Path) -> Task:
 
 def grpo_task(config: GRPOConfig, components: Components) -> Task:
     """GRPO with any policy, prompts, rewards and sampler."""
+    return rl_task(config, components, grpo_objective(config))
+
+
+def grpo_objective(config: GRPOConfig) -> Objective:
+    """What GRPO's steps compute, and its advantages."""
     algorithm = config.algorithm
     in_reward = algorithm.kl_in == "reward"
     options = PolicyLoss(
@@ -68,19 +73,15 @@ def grpo_task(config: GRPOConfig, components: Components) -> Task:
             divergences=divergences,
         )
 
-    return rl_task(
-        config,
-        components,
-        Objective(
-            loss=loss,
-            score=passes["old_logps"] if needs_old else None,
-            reference=passes["ref_logps"] if needs_reference else None,
-            credit=credit,
-            aggregation=algorithm.aggregation,
-            mask_truncated=algorithm.mask_truncated,
-            skip_zero_advantage=algorithm.skip_zero_advantage,
-            max_resamples=algorithm.max_resamples if algorithm.dynamic_sampling else 0,
-        ),
+    return Objective(
+        loss=loss,
+        score=passes["old_logps"] if needs_old else None,
+        reference=passes["ref_logps"] if needs_reference else None,
+        credit=credit,
+        aggregation=algorithm.aggregation,
+        mask_truncated=algorithm.mask_truncated,
+        skip_zero_advantage=algorithm.skip_zero_advantage,
+        max_resamples=algorithm.max_resamples if algorithm.dynamic_sampling else 0,
     )
 
 

@@ -29,7 +29,7 @@ from fornax.tune.rl.packing import Scored
 from fornax.tune.rl.rollouts import Rollout
 from fornax.tune.rl.task import Components, Objective, rl_task
 
-__all__ = ["make", "ppo_task"]
+__all__ = ["make", "ppo_objective", "ppo_task"]
 
 
 def make(config: PPOConfig, origin: Origin, out: Path) -> Task:
@@ -58,6 +58,11 @@ def with_value_head(components: Components) -> Components:
 
 def ppo_task(config: PPOConfig, components: Components) -> Task:
     """PPO with any policy, prompts, rewards and sampler."""
+    return rl_task(config, with_value_head(components), ppo_objective(config))
+
+
+def ppo_objective(config: PPOConfig) -> Objective:
+    """What PPO's steps compute, and its advantages."""
     options = PolicyLoss(
         clip_low=config.clip_low,
         clip_high=config.clip_high,
@@ -96,17 +101,13 @@ def ppo_task(config: PPOConfig, components: Components) -> Task:
             whiten_advantages=config.whiten_advantages,
         )
 
-    return rl_task(
-        config,
-        with_value_head(components),
-        Objective(
-            loss=loss,
-            score=forward,
-            reference=replace(forward, reference=True) if reference else None,
-            credit=credit,
-            aggregation="token_mean",
-            controller=controller,
-        ),
+    return Objective(
+        loss=loss,
+        score=forward,
+        reference=replace(forward, reference=True) if reference else None,
+        credit=credit,
+        aggregation="token_mean",
+        controller=controller,
     )
 
 

@@ -18,7 +18,7 @@ from fornax.tune.data import PackedStream, RowStream, load_examples, sft_batches
 from fornax.tune.policy import Origin, policy
 from fornax.tune.splits import described, load_splits, loader_options
 
-__all__ = ["make", "neftune"]
+__all__ = ["make", "neftune", "sft_loss"]
 
 
 def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
@@ -37,21 +37,6 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
     trained = policy(config, origin)
     load = functools.partial(load_examples, full=config.loss_on == "all")
     splits = load_splits(config, origin, load)
-    remat = config.resolved_remat()
-
-    def loss(decoder: Decoder, batch: Batch, key: jax.Array) -> Loss:
-        disturb = None
-        if config.neftune_alpha is not None:
-            disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
-        return next_token_loss(
-            decoder,
-            batch,
-            remat=remat,
-            z_loss=config.z_loss,
-            disturb=disturb,
-            balance=False,
-            mtp_weight=config.mtp_weight,
-        )
 
     def stream(split: str, hosts: Hosts) -> PackedStream | RowStream:
         options = loader_options(config, hosts, train=split == "train")
@@ -62,7 +47,7 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
     steps = stream("train", Hosts()).batches_in(epochs)
     return Task(
         build=trained.build,
-        loss=loss,
+        loss=functools.partial(sft_loss, config=config),
         evaluate=lambda decoder, batch: next_token_loss(
             decoder,
             batch,
@@ -78,6 +63,22 @@ def make(config: SFTConfig, origin: Origin, out: Path) -> Task:
             steps_per_epoch=steps / epochs,
             notes=(trained.text, *described(splits)),
         ),
+    )
+
+
+def sft_loss(decoder: Decoder, batch: Batch, key: jax.Array, *, config: SFTConfig) -> Loss:
+    """`next_token_loss` of `sft_batches`, with the options of `config`; `key` draws the noise."""
+    disturb = None
+    if config.neftune_alpha is not None:
+        disturb = neftune(config.neftune_alpha, batch["segment_ids"], key)
+    return next_token_loss(
+        decoder,
+        batch,
+        remat=config.resolved_remat(),
+        z_loss=config.z_loss,
+        disturb=disturb,
+        balance=False,
+        mtp_weight=config.mtp_weight,
     )
 
 
