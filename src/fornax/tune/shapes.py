@@ -56,7 +56,7 @@ class RunShapes:
     passes: Mapping[str, Forward]
     """Forward passes over the rows of each mini-batch before a round's first step, by name."""
     copies_reference: bool = False
-    """Whether a frozen copy of the model lies beside it while it trains."""
+    """Whether a frozen copy of the model stays in memory while it trains."""
     trained_parameters: int
     notes: tuple[str, ...] = ()
     """What is larger here than in the run, or is left out."""

@@ -39,7 +39,7 @@ class PlanArguments(ConfigArguments):
         """The topology, with the calibration that was given.
 
         Raises:
-          ConfigError: for one that there is not, or a file that is no calibration.
+          ConfigError: for one that there is not, or a file that holds no shares.
         """
         from fornax.plan.measured import calibrated
         from fornax.plan.topology import named_or_local
@@ -53,7 +53,7 @@ class PlanArguments(ConfigArguments):
         """What a chip costs, where that was given.
 
         Raises:
-          ConfigError: for what is no price.
+          ConfigError: when it is neither a number nor a table of prices.
         """
         from fornax.config.price import read_prices
 
