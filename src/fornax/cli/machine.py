@@ -37,7 +37,7 @@ EXTRAS = {
     "tokamax": "kernels for experts on Hopper GPUs; Python 3.12 or newer",
     "video": "MP4 files of sampled videos",
     "bagz": "datasets in Bagz files",
-    "otel": "traces to OpenTelemetry",
+    "otel": "traces and metrics to OpenTelemetry",
     "wandb": "metrics to Weights & Biases",
     "vllm": "the step inside vLLM",
 }

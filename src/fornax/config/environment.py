@@ -33,6 +33,7 @@ __all__ = [
     "limit_cpu_threads",
     "local_checkpoints",
     "marked",
+    "mlflow_credentials",
     "of_computation",
     "one_cpu_thread",
     "only_cpu",
@@ -92,6 +93,8 @@ _DOCUMENTED = {
     "GLIBC_TUNABLES": "fornax train, tune and quickstart add glibc.malloc.hugetlb=1 where they run "
     "on CPUs alone and Linux gives huge pages on request; glibc.malloc.hugetlb=0 keeps them "
     "off.",
+    "MLFLOW_TRACKING_TOKEN": "The token that log.mlflow sends to its server; without it "
+    "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, where they are set.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that needs one.",
     "CXX": "The C++ compiler for native CPU kernels (default: c++, g++ or clang++, first found).",
 }
@@ -133,6 +136,13 @@ def compilation_cache_enabled() -> bool:
 def openai_api_key() -> str | None:
     """The key for an OpenAI-compatible server, if there is one."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def mlflow_credentials() -> tuple[str, str, str]:
+    """Token, user and password for an MLflow server; empty where there are none."""
+    names = ("TOKEN", "USERNAME", "PASSWORD")
+    token, user, password = (os.environ.get(f"MLFLOW_TRACKING_{name}", "") for name in names)
+    return token, user, password
 
 
 def host_tokens() -> tuple[str, ...]:

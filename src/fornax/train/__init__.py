@@ -9,6 +9,7 @@ from fornax.config.spikes import DrillConfig, SpikeConfig, SpikeLimit
 from fornax.train.config import (
     EvalConfig,
     LogConfig,
+    MLflowConfig,
     ProfileConfig,
     TrainConfig,
     TrainerConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "Loaded",
     "LogConfig",
     "Loss",
+    "MLflowConfig",
     "Parity",
     "PostTraining",
     "ProfileConfig",

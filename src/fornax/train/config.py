@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
+from urllib.parse import urlsplit
 
 from fornax.checkpoint import CheckpointConfig
 from fornax.config.errors import ConfigError
@@ -26,6 +27,8 @@ from fornax.train.guard import SkipConfig
 __all__ = [
     "EvalConfig",
     "LogConfig",
+    "MLflowConfig",
+    "OpenTelemetryConfig",
     "ProfileConfig",
     "PrometheusConfig",
     "TrainConfig",
@@ -67,6 +70,36 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLflowConfig:
+    """A run of an MLflow tracking server; nothing need be installed here."""
+
+    url: str = "http://127.0.0.1:5000"
+    """The server's address, http or https. Credentials come from MLFLOW_TRACKING_TOKEN, or
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    experiment: str = "fornax"
+    """Experiment of the run, made if it is not there."""
+    name: str | None = None
+    """Name of the run; null takes the run directory's name."""
+
+    def __post_init__(self) -> None:
+        """Check the address."""
+        found = urlsplit(self.url)
+        if found.scheme not in ("http", "https") or not found.hostname:
+            raise ConfigError(
+                f"url={self.url} is not the address of an MLflow server; give one such as "
+                "http://127.0.0.1:5000, which mlflow server prints (folders and databases are "
+                "read by that server)"
+            )
+        if found.username or found.password:
+            raise ConfigError(
+                "url has a password in it, which the run's config would keep in the clear; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+            )
+        if not self.experiment:
+            raise ConfigError("experiment is empty; name one, such as fornax")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrometheusConfig:
     """The latest metrics for Prometheus, at `/metrics` (needs the extra `serve`)."""
 
@@ -83,6 +116,26 @@ class PrometheusConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenTelemetryConfig:
+    """The latest metrics for an OpenTelemetry collector (needs the extra `otel`)."""
+
+    endpoint: str = "http://127.0.0.1:4318/v1/metrics"
+    """Address of a collector that takes OTLP over HTTP."""
+    seconds: float = 10.0
+    """Between two messages, each with the latest record."""
+
+    def __post_init__(self) -> None:
+        """Check address and interval."""
+        if urlsplit(self.endpoint).scheme not in ("http", "https"):
+            raise ConfigError(
+                f"endpoint={self.endpoint} is not an address over HTTP; give one such as "
+                "http://127.0.0.1:4318/v1/metrics"
+            )
+        if not self.seconds > 0:
+            raise ConfigError(f"seconds={self.seconds} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
     """What is recorded, and how often."""
 
@@ -92,8 +145,12 @@ class LogConfig:
     """Whether to write TensorBoard event files."""
     wandb: WandbConfig | None = None
     """A Weights & Biases run, or null."""
+    mlflow: MLflowConfig | None = None
+    """A run of an MLflow server, or null."""
     prometheus: PrometheusConfig | None = None
     """A page for Prometheus to read, from process 0, or null."""
+    opentelemetry: OpenTelemetryConfig | None = None
+    """A collector to send metrics to, or null."""
     peak_tflops: float | None = None
     """Peak of one device in TFLOP/s, for utilisation; null takes the known peak of the device,
     and reports none for a device without one."""

@@ -1,5 +1,5 @@
 """Where metrics go: `metrics.jsonl` always, TensorBoard (`fornax.train.tensorboard`), Weights &
-Biases and Prometheus (`fornax.train.prometheus`) when asked for.
+Biases, MLflow (`fornax.train.mlflow`) and Prometheus (`fornax.train.prometheus`) when asked for.
 
 A record is a flat dict of one step: `step`, `time` (Unix seconds) and numbers. In `metrics.jsonl`
 every logged step stands exactly once, over all kills and resumes: a resumed run first drops the

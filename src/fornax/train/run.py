@@ -509,6 +509,14 @@ def _sinks(
         sinks.append(TensorBoard(directory.tensorboard, step))
     if config.log.wandb is not None:
         sinks.append(Wandb(config.log.wandb, directory.path, to_mapping(config)))
+    if config.log.mlflow is not None:
+        from fornax.train.mlflow import MLflow
+
+        sinks.append(MLflow(config.log.mlflow, directory.path, to_mapping(config), shown.log))
+    if config.log.opentelemetry is not None:
+        from fornax.train.opentelemetry import OpenTelemetry
+
+        sinks.append(OpenTelemetry(config.log.opentelemetry, directory.path))
     if config.log.prometheus is not None:
         from fornax.train.prometheus import Prometheus
 

@@ -104,7 +104,9 @@ def _capture(arguments: Arguments, config: Any, train: Callable[..., Any]) -> in
     config = dataclasses.replace(
         config,
         save_every=None,
-        log=dataclasses.replace(config.log, tensorboard=False, wandb=None),
+        log=dataclasses.replace(
+            config.log, tensorboard=False, wandb=None, mlflow=None, opentelemetry=None
+        ),
         profile=ProfileConfig(steps=arguments.steps, out=str(arguments.out.resolve()), only=True),
     )
     first, last = config.profile.window
