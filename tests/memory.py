@@ -1,4 +1,4 @@
-"""What each test process holds: compiled programs are let go between files, and peaks are reported.
+"""What each test process holds: compiled programs are freed between files, and peaks are reported.
 
 A laptop of 8 GB runs two workers. Nothing that jax has compiled is ever freed by itself, so without
 this a worker of the whole suite ends at 5 GB.

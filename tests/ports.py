@@ -1,4 +1,4 @@
-"""Ports for programs that are told on which to listen."""
+"""Ports for programs that take the port to listen on as an argument."""
 
 import atexit
 import socket

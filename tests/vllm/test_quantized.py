@@ -1,4 +1,4 @@
-"""Directories in few bits: vLLM over Fornax's worker serves what Fornax's own engine serves."""
+"""Quantized directories: vLLM over Fornax's worker serves what Fornax's own engine serves."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data that ends whichever process gets it: the run stops, names it, and goes on without it."""
+"""Data that ends whichever process gets it: the run stops, names it, and continues without it."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Real faults in a launched run: who is named, that it goes on, and that no number changes."""
+"""Real faults in a launched run: who is named, that it continues, and that no number changes."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""The page while its runs go on, break, and are asked for something; and as one file."""
+"""The page while its runs continue, fail, and receive requests; and as one file."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Records read by other processes: the same batches and positions to the bit, whatever dies."""
+"""Records read by other processes: the same batches and positions bit for bit, whatever dies."""
 
 import contextlib
 import itertools

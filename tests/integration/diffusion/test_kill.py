@@ -1,4 +1,4 @@
-"""`fornax diffusion train` is killed, and goes on as if it had not been."""
+"""`fornax diffusion train` is killed, and resumes as if it had not been."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave, ask for nonsense or send bytes that are no HTTP."""
+"""Many clients at once: some leave, ask for nonsense, or send bytes that are not HTTP."""
 
 import asyncio
 import json

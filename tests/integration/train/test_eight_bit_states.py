@@ -1,4 +1,4 @@
-"""A run whose moments are kept in 8 bits, on eight devices: resumed to the bit."""
+"""A run whose moments are kept in 8 bits, on eight devices: resumed bit for bit."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run whose data and checkpoints are in an object store, killed and gone on with elsewhere."""
+"""A run whose data and checkpoints are in an object store, killed and resumed elsewhere."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""When a run that fails again and again is given up, and what it is told then."""
+"""When a run that fails again and again is given up, and what the message says then."""
 
 from dataclasses import replace
 

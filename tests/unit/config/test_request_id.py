@@ -1,4 +1,4 @@
-"""A client's id is kept where it can stand in a header, a log and a profile."""
+"""A client's id is kept where a header, a log and a profile can hold it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""When a step is a loss spike: against medians and deviations taken afresh for each step."""
+"""When a step is a loss spike: against medians and deviations computed again for each step."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Files read by another process: the same as read here, and gone on with from there."""
+"""Files read by another process: the same as read here, and continued from there."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Schedulers' files, folders that are no model, pictures."""
+"""Schedulers' files, folders that are not models, pictures."""
 
 import json
 import re

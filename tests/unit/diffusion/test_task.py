@@ -1,4 +1,4 @@
-"""A denoiser trained by the trainer: any mesh, resume to the bit, conditions, loaded runs."""
+"""A denoiser trained by the trainer: any mesh, exact resume, conditions, loaded runs."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Directories in floats and in few bits: what is measured of each, and what is refused."""
+"""Float and quantized directories: what is measured of each, and what is refused."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Optimizer state lies beside its parameters on a mesh, and computes what one device does."""
+"""Optimizer state is sharded as its parameters are, and computes what one device does."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Figures as a reader wants them."""
+"""Numbers with units, as reports print them."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Any NNX module in few bits: what it computes, what is refused, and what goes on working."""
+"""Any quantized NNX module: what it computes, what is refused, and what still works."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Quantization-aware training rounds what `fornax quantize` rounds, to the bit, or refuses."""
+"""Quantization-aware training rounds exactly what `fornax quantize` rounds, or refuses."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A directory in few bits: what it holds, what is refused, and what is said of it."""
+"""A quantized directory: what it holds, what is refused, and what the report says."""
 
 import json
 from dataclasses import replace

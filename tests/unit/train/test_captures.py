@@ -1,4 +1,4 @@
-"""Captures of a run: by its config, on request, one in so many; what the run does of its own."""
+"""Captures of a run: by its config, on request, every N steps; what the run does by itself."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Every field that OpenAI's and vLLM's clients can send is honoured or refused by name."""
+"""Every field that OpenAI's and vLLM's clients can send is supported or refused by name."""
 
 import typing
 

@@ -1,4 +1,4 @@
-"""The child that compiles: what it gives; whatever becomes of it is told in a paragraph."""
+"""The process that compiles: what it returns; each way it can fail is one paragraph."""
 
 import importlib.util
 import io

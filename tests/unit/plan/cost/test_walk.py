@@ -1,4 +1,4 @@
-"""Walking a schedule: what overlaps, what waits, what stands in line."""
+"""Walking a schedule: what overlaps, what waits, what is queued."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A run that stopped goes on as if it had not, its reference and drawn answers included."""
+"""A run that stopped resumes as if it had not, its reference and drawn answers included."""
 
 import dataclasses
 from pathlib import Path
