@@ -388,10 +388,13 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 def listen(host: str, port: int, send_timeout: float) -> socket.socket:
-    """Take a TCP address, without answering yet; OSError when it is not to be had.
+    """Take a TCP address, without answering yet.
 
-    Raises ConfigError for a number that is not a port: the system would take its last 16 bits.
     Linux closes a connection whose client acknowledges nothing for `send_timeout` seconds.
+
+    Raises:
+      ConfigError: the number is not a port; the system would take its last 16 bits.
+      OSError: the address is not to be had.
     """
     if not 0 <= port <= 65535:
         raise ConfigError(f"port={port} is not a port; use 1 to 65535, or 0 for a free one")

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}"
     "{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
 )
-"""A base model has no roles: a conversation is its messages in a row, to be continued; an answer
+"""A base model has no roles: a conversation is its messages in a row, to be continued. An answer
 ends with the end token, so that examples of answers can be learned."""
 
 PACKAGES = ("fastapi", "openai", "prometheus_client", "uvicorn")

@@ -102,8 +102,7 @@ def _cost(plan: ServePlan) -> str | None:
     return (
         f"at best {min(outputs):,.4g} {price.currency} per million output tokens, while all "
         f"sequences of the batch decode, and {min(prompts):,.4g} {price.currency} per million "
-        f"prompt tokens (at {price.chip_hour:g} {price.currency} per chip-hour; idle time is not "
-        "in it)"
+        f"prompt tokens (at {price.chip_hour:g} {price.currency} per chip-hour, without idle time)"
     )
 
 
