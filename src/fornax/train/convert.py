@@ -118,7 +118,8 @@ def convert(
     folder = tokenizer_folder(source, tokenizer)
     record = run_record(source, step) if from_run else None
     base = None if record is None or record.lora is None else record.base
-    if merge_lora and base is None and source.is_dir():
+    is_model = from_run or is_gguf(source) or (source / "config.json").is_file()
+    if merge_lora and base is None and is_model:
         raise ConfigError(f"{source} has no adapters to merge; leave --merge-lora out")
     keep = base is not None and not merge_lora
     if keep and chosen is not None:

@@ -75,6 +75,8 @@ def test_what_cannot_be_is_refused(calls, capsys, words, message):
 def test_a_source_that_is_no_model_is_refused(capsys, tmp_path):
     assert main(["convert", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
     assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err
-    words = [str(tmp_path / "none"), "--merge-lora", "--out", str(tmp_path / "out")]
-    assert main(["convert", *words]) == 2
-    assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err
+    (tmp_path / "refused").mkdir()  # a run that stopped before its first checkpoint
+    for name in ("none", "refused"):
+        words = [str(tmp_path / name), "--merge-lora", "--out", str(tmp_path / "out")]
+        assert main(["convert", *words]) == 2
+        assert "is neither a run directory with checkpoints nor" in capsys.readouterr().err
