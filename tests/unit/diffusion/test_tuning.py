@@ -260,7 +260,7 @@ def test_videos_that_do_not_fit_a_folder_are_refused(changes, said, wan, clips, 
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, tmp_path):
-    with pytest.raises(ConfigError, match="draws images, and examples are videos of 5 x 16 x 16"):
+    with pytest.raises(ConfigError, match="draws images, and examples are videos of 5 x 12 x 20"):
         tune(config_of(sd, clips, data=of_clips(clips)), tmp_path / "a", progress="none")
     index = json.loads((wan / "model_index.json").read_text())
     for name, more, said in (
@@ -275,7 +275,8 @@ def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, t
             tune(config_of(other, clips, data=of_clips(clips)), tmp_path / "b", progress="none")
 
 
-def test_sizes_and_moments_are_those_of_each_family(sd):
+@pytest.mark.slow
+def test_moments_of_latents_are_those_of_each_autoencoder():
     """Latents that are no distribution have no deviation; an image in a video's autoencoder is a
     video of one frame."""
     dc = create(
