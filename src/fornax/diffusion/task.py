@@ -25,7 +25,7 @@ from fornax.diffusion.network import Network
 from fornax.diffusion.objectives import Objective, example_noise, example_uniform, stratified
 from fornax.diffusion.prompts import Prompts, text_arrays
 from fornax.diffusion.setup import Facts, flops_per_image, make_network, network_config
-from fornax.mesh import constrain
+from fornax.mesh import constrain, hosts
 from fornax.train import Batch, Hosts, Loss, Samples, Task
 
 __all__ = ["denoising_loss", "diffusion_task"]
@@ -314,7 +314,7 @@ def grids(
 
     def show(step: int, network: Network) -> None:
         graph, state = nnx.split(network)
-        images = drawn(graph, state, arrays, empty)
+        images = hosts.whole(drawn(graph, state, arrays, empty))
         if jax.process_index() == 0:
             path = folder / "images" / f"step-{step:07d}.png"
             write_grid(path, to_pixels(images), rate_of(config))

@@ -423,9 +423,9 @@ def _grids(
 
     def show(step: int, network: Network) -> None:
         graph, state = nnx.split(network)
-        latents = drawn(graph, state, job.arrays)
+        latents = hosts.whole(drawn(graph, state, job.arrays))
         if jax.process_index() == 0:
-            images = pipeline.images(jnp.asarray(np.asarray(latents)))
+            images = pipeline.images(jnp.asarray(latents))
             write_grid(folder / "images" / f"step-{step:07d}.png", images, rate)
 
     return Samples(every=said.every, show=show)

@@ -17,7 +17,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all, process_allga
 from fornax.config import errors
 from fornax.config.errors import ClusterError, FornaxError, GroupLostError
 
-__all__ = ["decide", "gather", "is_lost", "most", "share"]
+__all__ = ["decide", "gather", "is_lost", "most", "share", "whole"]
 
 T = TypeVar("T")
 
@@ -76,6 +76,13 @@ def share(data: bytes | None, source: int) -> bytes:
         return data
     mine = np.frombuffer(data or b"", np.uint8)
     return _broadcast(mine, source).tobytes()
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """All of an array of which each process holds a part, in every process."""
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    return np.asarray(process_allgather(array, tiled=True))
 
 
 def is_lost(error: BaseException) -> bool:

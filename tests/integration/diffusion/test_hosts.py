@@ -1,4 +1,4 @@
-"""A folder of diffusers tuned by two processes: the files and the grid that one process writes."""
+"""A folder of diffusers tuned on videos by two processes: the files that one process writes."""
 
 import os
 import subprocess
@@ -14,6 +14,8 @@ from tests.diffusion_folders import write_folder
 from tests.integration.train.test_hosts import by_hand, finish_all, series
 from tests.ports import held_port
 
+from fornax.diffusion.pipelines.clips import encode_video
+
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
@@ -21,14 +23,15 @@ from tests.ports import held_port
 def test_two_processes_write_what_one_does(
     adapters: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder, photos = write_folder(tmp_path / "sd", "sd"), tmp_path / "photos"
-    photos.mkdir()
+    folder, clips = write_folder(tmp_path / "wan", "wan"), tmp_path / "clips"
+    clips.mkdir()
     random = np.random.default_rng(0)
     for number in range(4):
-        pixels = random.integers(0, 256, (16, 16, 3), np.uint8)
-        Image.fromarray(pixels).save(photos / f"{number}.png")
-    words = ["diffusion", "tune", "--model", str(folder), "--data", str(photos)]
+        video = random.integers(0, 256, (5, 16, 16, 3), np.uint8)
+        (clips / f"{number}.png").write_bytes(encode_video(video, "png", 8))
+    words = ["diffusion", "tune", "--model", str(folder), "--data", str(clips)]
     words += ["--data.prompt", "a fox", "--data.resolution", "16", "--steps", "2"]
+    words += ["--data.frames", "5"]
     words += ["--batch-size", "4", "--mesh.data", "2", "--mesh.fsdp", "1", "--progress", "none"]
     words += ["--sample.every", "2", "--sample.count", "1", "--sample.steps", "1"]
     words += ["--log.no-tensorboard", "--optim.learning-rate", "1e-2"]
@@ -50,10 +53,10 @@ def test_two_processes_write_what_one_does(
     finish_all([start(one, XLA_FLAGS=devices, NPROC="16")])
     finish_all([start(two, **by_hand(port, 2, number)) for number in range(2)])
     assert series(two, "loss") == pytest.approx(series(one, "loss"), rel=1e-4)
-    file = "lora/pytorch_lora_weights" if adapters else "unet/diffusion_pytorch_model"
+    file = "lora/pytorch_lora_weights" if adapters else "transformer/diffusion_pytorch_model"
     wanted, found = (load_file(run / f"{file}.safetensors") for run in (one, two))
     assert wanted.keys() == found.keys()
     for name, array in wanted.items():
         np.testing.assert_allclose(found[name], array, atol=1e-3, err_msg=name)
     with Image.open(two / "images" / "step-0000002.png") as picture:
-        assert picture.size == (68, 68)
+        assert picture.n_frames == 5
