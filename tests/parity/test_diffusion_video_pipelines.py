@@ -12,10 +12,18 @@ import tokenizers
 import torch
 import transformers
 from PIL import Image
+from safetensors.numpy import load_file
 from tests.parity.diffusion_models import channels_first, check_output, randomized
 
+from fornax.adapters import LoRA
+from fornax.diffusion.config import DiffusionTuneConfig, SampleConfig
+from fornax.diffusion.data import ImagesConfig
 from fornax.diffusion.models import Condition
 from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan
+from fornax.diffusion.pipelines.clips import encode_video
+from fornax.diffusion.tuning import tune
+from fornax.mesh import MeshConfig
+from fornax.optim import Constant, OptimConfig
 
 pytestmark = [
     pytest.mark.parity,
@@ -130,10 +138,14 @@ def texts(text: np.ndarray) -> dict[str | None, Condition]:
     }
 
 
+def wan() -> Any:
+    return diffusers.WanPipeline(transformer=wan_transformer(), **wan_parts())
+
+
 @torch.no_grad()
 def test_wan_with_its_texts(tmp_path: Path) -> None:
     """The latents, and the video that they become."""
-    pipeline = diffusers.WanPipeline(transformer=wan_transformer(), **wan_parts())
+    pipeline = wan()
     pipeline.save_pretrained(tmp_path / "model")
     noise = normal(1, 3, 4, 8, 4)
     latents, videos = ours(tmp_path / "model", noise, negative="blue")
@@ -262,9 +274,7 @@ def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
     check_output(videos, vae.decode(want * deviation + mean).sample)
 
 
-@torch.no_grad()
-def test_ltx_video(tmp_path: Path) -> None:
-    """Text with padding that is not seen; the shift is of the number of latents, then stretched."""
+def ltx() -> Any:
     encoder = transformers.T5Config(
         vocab_size=8, d_model=12, d_kv=4, d_ff=16, num_layers=1, num_heads=3
     )
@@ -301,13 +311,19 @@ def test_ltx_video(tmp_path: Path) -> None:
         max_shift=2.05,
         shift_terminal=0.1,
     )
-    pipeline = diffusers.LTXPipeline(
+    return diffusers.LTXPipeline(
         scheduler=scheduler,
         vae=randomized(vae),
         text_encoder=randomized(transformers.T5EncoderModel(encoder)),
         tokenizer=tokenizer(),
         transformer=randomized(transformer),
     )
+
+
+@torch.no_grad()
+def test_ltx_video(tmp_path: Path) -> None:
+    """Text with padding that is not seen; the shift is of the number of latents, then stretched."""
+    pipeline = ltx()
     pipeline.save_pretrained(tmp_path / "model")
     noise, text = normal(1, 5, 4, 8, 4), normal(2, 5, 12)
     mask = np.int32([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
@@ -466,15 +482,19 @@ def test_hunyuan_video_from_an_image(
     check_output(latents[:, :, cut:], want)
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
-    """Llama's states behind the first 95 tokens of its conversation, and CLIP's pooled state."""
-    pipeline = diffusers.HunyuanVideoPipeline(
+def hunyuan() -> Any:
+    return diffusers.HunyuanVideoPipeline(
         text_encoder=randomized(transformers.LlamaModel(transformers.LlamaConfig(**LLAMA))),
         tokenizer=tokenizer(),
         **hunyuan_video_parts(),
     )
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
+    """Llama's states behind the first 95 tokens of its conversation, and CLIP's pooled state."""
+    pipeline = hunyuan()
     pipeline.save_pretrained(tmp_path / "model")
     noise = normal(1, 3, 4, 8, 4)
     latents, videos = ours(tmp_path / "model", noise)
@@ -482,3 +502,66 @@ def test_hunyuan_video_with_its_texts(tmp_path: Path) -> None:
     check_output(latents, want)
     factor = pipeline.vae.config.scaling_factor
     check_output(videos, pipeline.vae.decode(want / factor).sample)
+
+
+def wan_scaled(vae: Any) -> tuple[Any, Any]:
+    """Shift and factor of Wan's latents."""
+    shift, scale = (
+        torch.tensor(values).view(1, -1, 1, 1, 1)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return shift, 1 / scale
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("make", "scaled"),
+    [
+        (wan, wan_scaled),
+        (ltx, lambda vae: (0.0, vae.config.scaling_factor)),
+        (hunyuan, lambda vae: (0.0, vae.config.scaling_factor)),
+    ],
+)
+@torch.no_grad()
+def test_each_is_tuned_on_the_latents_of_its_autoencoder(
+    make: Any, scaled: Any, tmp_path: Path
+) -> None:
+    """A step of adapters on one video; of its latents mean and deviation are diffusers'."""
+    theirs = make()
+    theirs.save_pretrained(tmp_path / "model")
+    loaded = load_pipeline(tmp_path / "model")
+    assert loaded.frames is not None
+    side, count = 4 * loaded.multiple, 1 + 2 * loaded.frames.factor
+    video = RNG.integers(0, 256, (count, side, side, 3), np.uint8)
+    (tmp_path / "a.png").write_bytes(encode_video(video, "png", 8))
+    data = ImagesConfig(
+        path=str(tmp_path / "a.png"),
+        prompt="a fox runs",
+        resolution=side,
+        multiple=side,
+        frames=(count,),
+        rate=8,
+        threads=1,
+    )
+    config = DiffusionTuneConfig(
+        model=str(tmp_path / "model"),
+        data=data,
+        lora=LoRA(rank=2),
+        batch_size=1,
+        steps=1,
+        optim=OptimConfig(learning_rate=1e-2, schedule=Constant()),
+        sample=SampleConfig(every=1, count=1, steps=1),
+        mesh=MeshConfig(data=1),
+    )
+    result = tune(config, tmp_path / "run", progress="none")
+    assert result.metrics is not None
+    assert np.isfinite(result.metrics["loss"])
+    assert result.metrics["grad_norm"] > 0
+    stored = [load_file(file) for file in (tmp_path / "run" / "encoded").rglob("*.safetensors")]
+    (kept,) = (arrays for arrays in stored if "mean" in arrays)
+    pixels = torch.from_numpy(video).permute(3, 0, 1, 2)[None] / 127.5 - 1
+    found, (shift, scale) = theirs.vae.encode(pixels).latent_dist, scaled(theirs.vae)
+    std = found.std.expand_as(found.mean)
+    for name, want in (("mean", (found.mean - shift) * scale), ("deviation", std * scale)):
+        check_output(np.moveaxis(kept[name], -1, 0)[None], want)
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()

@@ -207,9 +207,16 @@ def _not_tuned(pipeline: Pipeline) -> str | None:
             "has two networks, each for a part of the times, and one network is tuned here; tune "
             "one of the models that have a single one, such as Wan 2.1"
         )
+    if pipeline.time_scale != 1:
+        return (
+            "is distilled to few steps and receives other times than an objective here gives; tune "
+            "the model that it was distilled from"
+        )
+    references = pipeline.references
     more = {
         "a mask and a masked picture": pipeline.fills,
         "an image to follow": pipeline.follows,
+        "images that it edits": references is not None and references.needed,
         "a first frame": pipeline.frames is not None and pipeline.frames.begin is not None,
     }
     what = next((what for what, there in more.items() if there), None)
