@@ -59,7 +59,7 @@ class Arguments:
     fps: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Frames of a video per second (default: the model's)."""
     image: Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")] = ()
-    """To draw after, one or several, where the model can; else, or with strength, to start from."""
+    """To draw after; with strength, or where the model cannot, one to start from."""
     strength: Annotated[float | None, arg(metavar="X", help_behavior_hint="")] = None
     """Share of the schedule that a start goes through (default: 0.8, or 1 with a mask)."""
     mask: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
