@@ -159,7 +159,7 @@ def test_flux2_dev(tmp_path: Path, side: str) -> None:
     check_output(found, want.reshape(1, 4, 6, 16).permute(0, 3, 1, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_flux_kontext(tmp_path: Path) -> None:
     """Flux after an image; texts are given as states."""

@@ -428,12 +428,13 @@ def llava_tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "embedded", "prompt"),
     [
-        pytest.param("token_replace", True, "a fox runs", marks=pytest.mark.slow),
-        pytest.param("latent_concat", False, "a fox runs " * 100, marks=pytest.mark.exhaustive),
+        ("token_replace", True, "a fox runs"),
+        ("latent_concat", False, "a fox runs " * 100),
     ],
 )
 def test_hunyuan_video_from_an_image(

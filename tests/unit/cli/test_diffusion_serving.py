@@ -1,8 +1,12 @@
 """`fornax diffusion sample` and `serve`: help, flags, and mistakes before a model is loaded."""
 
+import numpy as np
 import pytest
+from PIL import Image
+from tests.unit.diffusion.server.conftest import SIDE, After, make_pipeline
 
 from fornax.cli.main import main
+from fornax.diffusion.pipelines import References
 from fornax.diffusion.server.config import ImageServerConfig
 
 
@@ -13,6 +17,32 @@ def test_the_help_fits_a_screen(command, monkeypatch, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) <= 40
     assert max(map(len, shown)) <= 100
+
+
+@pytest.mark.slow
+def test_pictures_are_drawn_after_and_with_a_strength_started_from(monkeypatch, tmp_path, capsys):
+    """One or several, in their order; what is started from is one."""
+    pipeline = make_pipeline(denoiser=After(), references=References(size=lambda size: size))
+    monkeypatch.setattr("fornax.diffusion.pipelines.load_pipeline", lambda *_, **__: pipeline)
+    dark, light = tmp_path / "dark.png", tmp_path / "light.png"
+    for path, value in ((dark, 60), (light, 200)):
+        Image.new("RGB", (SIDE, SIDE), (value,) * 3).save(path)
+
+    def drawn(*words):
+        out = tmp_path / "out.png"
+        command = ["diffusion", "sample", "m", "--prompt", "R", "--steps", "2", "--out", str(out)]
+        assert main([*command, *map(str, words)]) == 0
+        return np.asarray(Image.open(out)).astype(int)
+
+    ways = [(), (dark, light), (light, dark), (light,)]
+    found = [drawn(*(("--image", *way) if way else ())) for way in ways]
+    found.append(drawn("--image", light, "--strength", "0.5"))
+    for index, one in enumerate(found):
+        for other in found[:index]:
+            assert np.abs(one - other).max() > 5
+    several = ["--image", str(dark), str(light), "--strength", "0.5"]
+    assert main(["diffusion", "sample", "m", *several]) == 2
+    assert "starts from one" in capsys.readouterr().err
 
 
 def test_flags_reach_the_server(monkeypatch):

@@ -1,6 +1,7 @@
 """`fornax diffusion sample` of a model that draws videos: a tiny Wan with its texts, to files."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -81,6 +82,33 @@ def test_a_prompt_becomes_a_video(wan, tmp_path, capsys):
         assert picture.info["duration"] == 125
         picture.seek(4)
         assert (np.asarray(picture.convert("RGB")) != first).any()
+
+
+@pytest.mark.exhaustive
+def test_a_video_begins_with_its_image_whatever_the_seed(wan, tmp_path):
+    """As Wan 2.2's 5B model: the image's latents have the place of the video's first."""
+    folder = tmp_path / "wan"
+    shutil.copytree(wan, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"_class_name": "WanImageToVideoPipeline", "expand_timesteps": True}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    picture = tmp_path / "picture.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 16, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(picture)
+    found = []
+    for seed in (0, 1):
+        out = tmp_path / f"{seed}.png"
+        words = f"diffusion sample {folder} --prompt fox --frames 5 --size 16x8 --steps 2"
+        more = ["--image", str(picture), "--seed", str(seed), "--out", str(out)]
+        assert main([*words.split(), *more]) == 0
+        with Image.open(out) as video:
+            frames = []
+            for number in (0, video.n_frames - 1):
+                video.seek(number)
+                frames.append(np.asarray(video.convert("RGB")))
+        found.append(frames)
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert (found[0][1] != found[1][1]).any()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import dataclasses
 import io
 import time
 
@@ -11,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 from PIL import Image
-from tests.unit.diffusion.server.conftest import SIDE, WIDTH, Network, make_pipeline
+from tests.unit.diffusion.server.conftest import SIDE, WIDTH, After, Network, make_pipeline
 
 from fornax.diffusion.lora import Adapter, ByRow, merge_lora
 from fornax.diffusion.pipelines import ImageRequest, References, plan
@@ -265,16 +264,6 @@ def test_a_model_without_an_encoder_of_images_refuses_edits():
         app.engine.shutdown()
     assert answer.status_code == 400
     assert "no encoder of images" in answer.json()["error"]["message"]
-
-
-class After(Network):
-    """The network, told of the mean of each image that it draws after."""
-
-    def __call__(self, x_BHWC, time_B, condition):
-        means = [each.mean((1, 2, 3), keepdims=True) for each in condition.references or ()]
-        told = sum((i * mean for i, mean in enumerate(means, start=1)), start=0.0)
-        condition = dataclasses.replace(condition, references=None)
-        return super().__call__(x_BHWC, time_B, condition) + told
 
 
 def test_several_pictures_are_drawn_after_where_the_model_can():
