@@ -124,14 +124,16 @@ void scatter(const float* from, int64_t rows, int64_t width, int64_t padded_widt
   }
 }
 
-// to[width, rows] = from[rows, width] transposed, in squares that stay in the first cache.
-void transpose(const float* from, int64_t rows, int64_t width, float* to) {
-  constexpr int64_t kSide = 16;
-  for (int64_t i = 0; i < rows; i += kSide) {
-    for (int64_t j = 0; j < width; j += kSide) {
-      const int64_t right = std::min(j + kSide, width);
-      for (int64_t jj = j; jj < right; ++jj) {
-        for (int64_t ii = i; ii < i + kSide; ++ii) to[jj * rows + ii] = from[ii * width + jj];
+// to[rows / kBlock, width, kBlock] = from[rows, width], each block of keys transposed on its own: rows
+// as far apart as all keys would share few sets of the first cache.
+void transpose_blocks(const float* from, int64_t rows, int64_t width, float* to) {
+  for (int64_t start = 0; start < rows; start += kBlock, from += kBlock * width, to += kBlock * width) {
+    for (int64_t i = 0; i < kBlock; i += kLanes) {
+      for (int64_t j = 0; j < width; j += kLanes) {
+        Vec square[kLanes];
+        for (int64_t k = 0; k < kLanes; ++k) square[k] = load(from + (i + k) * width + j);
+        transpose(square);
+        for (int64_t k = 0; k < kLanes; ++k) store(to + (j + k) * kBlock + i, square[k]);
       }
     }
   }
@@ -171,8 +173,8 @@ struct Head {
     auto* ints = reinterpret_cast<int32_t*>(arena.take(2 * (s.queries() + S)));
     gather(k_all + (b * s.S * s.K + head) * s.H, s.S, s.H, s.K * s.H, 1.0f, k, S, H);
     gather(v_all + (b * s.S * s.K + head) * s.W, s.S, s.W, s.K * s.W, 1.0f, v, S, W);
-    transpose(k, S, H, kt);
-    if (backward) transpose(v, S, W, vt);
+    transpose_blocks(k, S, H, kt);
+    if (backward) transpose_blocks(v, S, W, vt);
     int32_t *pq = ints, *sq = pq + s.queries(), *pk = sq + s.queries(), *sk = pk + S;
     gather_tokens(position_q + b * s.T, segment_q + b * s.T, s.T, s.queries(), kNoQuery, pq, sq);
     gather_tokens(position_k + b * s.S, segment_k + b * s.S, s.S, S, kNoKey, pk, sk);
@@ -187,7 +189,7 @@ struct Head {
 void score(const Head& head, const Shape& s, const Options& options, const float* q, int64_t query,
            int64_t key, int64_t rows, Sight how, float* scores) {
   const int64_t H = s.key_width();
-  product(rows, kBlock, H, {q, H, 1}, head.kt + key, s.keys(), scores, kBlock, false);
+  product(rows, kBlock, H, {q, H, 1}, head.kt + key * H, kBlock, scores, kBlock, false);
   if (options.softcap == 0 && how == Sight::kAll) return;
   const float cap = options.softcap;
   for (int64_t i = 0; i < rows; ++i) {
@@ -317,9 +319,9 @@ struct Backward {
     float delta[kBlock];  // the part of every score's slope that the softmax's sum gives back
     for (int64_t i = 0; i < rows; ++i) {
       const T* out = o + (first + i * s.N) * s.W;
-      float dot = 0;
-      for (int64_t j = 0; j < s.W; ++j) dot += widen(out[j]) * w.d_o[i * W + j];
-      delta[i] = dot;
+      float dots[kLanes] = {};
+      for (int64_t j = 0; j < s.W; ++j) dots[j % kLanes] += widen(out[j]) * w.d_o[i * W + j];
+      delta[i] = sum(load(dots));
     }
     const float* lse_block = lse + (b * s.N + n) * s.T + query;
     for (size_t other = 0; other < head.key_blocks.size(); ++other) {
@@ -327,7 +329,7 @@ struct Backward {
       if (how == Sight::kNone) continue;
       const int64_t key = other * kBlock;
       score(head, s, options, w.q, query, key, rows, how, w.scores);
-      product(rows, kBlock, W, {w.d_o, W, 1}, head.vt + key, s.keys(), w.slopes, kBlock, false);
+      product(rows, kBlock, W, {w.d_o, W, 1}, head.vt + key * W, kBlock, w.slopes, kBlock, false);
       for (int64_t i = 0; i < rows; ++i) {
         differentiate(w.scores + i * kBlock, w.slopes + i * kBlock, lse_block[i], delta[i]);
       }

@@ -164,11 +164,17 @@ inline void tile(int64_t depth, View a, const float* b, int64_t b_row, float* c,
 template <int kVecs>
 inline void panel(int64_t rows, int64_t depth, View a, const float* b, int64_t b_row, float* c,
                   int64_t c_row, bool add) {
-  constexpr int kRows = 4;
+  // As many sums as units for multiplication have steps, with room for a few: with AVX2 six rows of two
+  // vectors keep them busy and four do not.
+  constexpr int kRows = kLanes >= 16 ? 4 : 6, kFew = 4;
   int64_t i = 0;
   for (; i + kRows <= rows; i += kRows) {
     tile<kRows, kVecs>(depth, {a.at + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row,
                        add);
+  }
+  for (; i + kFew <= rows; i += kFew) {
+    tile<kFew, kVecs>(depth, {a.at + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row,
+                      add);
   }
   for (; i < rows; ++i) {
     tile<1, kVecs>(depth, {a.at + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row, add);
