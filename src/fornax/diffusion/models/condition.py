@@ -49,7 +49,7 @@ class Condition:
     """Latents of images to draw after, each [B, h, w, C] of a size of its own: their tokens are
     attended to behind the sample's."""
     first_BX: jax.Array | None = None
-    """Latents [B, 1, h, w, C] that stand without noise in the place of a video's first."""
+    """Latents [B, 1, h, w, C] without noise that replace a video's first."""
     control: tuple[jax.Array, ...] | None = None
     """Residuals of a ControlNet, in the order of the blocks that they are added to."""
 

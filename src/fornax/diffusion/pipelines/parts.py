@@ -170,7 +170,7 @@ class Parts:
         return said if isinstance(said, int) and 0 < said <= 4096 else default
 
     def pads_left(self, name: str) -> bool:
-        """Whether a tokenizer's config says that padding stands before the tokens."""
+        """Whether a tokenizer's config says that padding comes before the tokens."""
         return self._said(name, "padding_side") == "left"
 
     def _said(self, name: str, key: str) -> Any:

@@ -134,7 +134,7 @@ def _wan_of(parts: Parts, **fields: Any) -> Pipeline:
 def _wan_from_an_image(parts: Parts) -> Pipeline:
     """Wan from a first frame: latents of it and of grey behind, and a mask, as channels; in 2.1
     CLIP's states of it too, those before the last layer. Wan 2.2's 5B model, with a time for each
-    patch, has its latents in the place of the video's first."""
+    patch, has its latents instead of the video's first."""
     if parts.index.get("expand_timesteps"):
         if not parts.module("transformer").config.first_frame:
             raise ConfigError(
@@ -163,7 +163,7 @@ def _wan_from_an_image(parts: Parts) -> Pipeline:
 def _first_latents(
     vae: Any, image_BHWC: jax.Array, count: int
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The latents of a first frame, which stand in the place of the video's first."""
+    """The latents of a first frame, which replace the video's first."""
     latents_BFHWC = vae.latents(image_BHWC[:, None])
     return {"first_BX": latents_BFHWC}, latents_BFHWC
 
@@ -261,8 +261,8 @@ _HUNYUAN_VIDEO_LEAN = 0.001
 
 def _hunyuan_video_from_an_image(parts: Parts) -> Pipeline:
     """HunyuanVideo from a first frame: LLaVA reads the prompt beside it. Its latents are channels
-    beside the sample's, with one more latent frame than the video, or stand in the place of the
-    sample's first."""
+    beside the sample's, with one more latent frame than the video, or replace the sample's
+    first."""
     read, words = llava(parts), parts.tokenizer("tokenizer")
     clip_words, clip = parts.tokenizer("tokenizer_2"), parts.module("text_encoder_2")
     pool = compiled(clip, lambda clip, tokens: clip(tokens)[1])

@@ -47,7 +47,7 @@ class PromptTokenizer:
           prompts: at least one. An empty one is only its special tokens.
           length: of every row; what does not fit is cut, special tokens at the ends excepted. None
             for that of the longest.
-          left: whether padding stands before the tokens.
+          left: whether padding comes before the tokens.
 
         Returns:
           int32 token ids [B, S], and int32 1 for tokens and 0 for padding [B, S].

@@ -149,7 +149,7 @@ class QwenVisionEncoder(nnx.Module):
         """The states of images, normalised, [B, rows columns, E], a row after another.
 
         Raises:
-          ConfigError: images whose sides are no multiples of `QwenVisionConfig.multiple`.
+          ConfigError: an image with a side that `QwenVisionConfig.multiple` does not divide.
         """
         config = self.config
         if any(side % config.multiple for side in images_BHWC.shape[1:3]):

@@ -218,7 +218,7 @@ class RopeConfig:
     """From the sample, at 0, to the first such image, and from each to the next."""
 
     def __post_init__(self) -> None:
-        """Check that the references' axis is no other's.
+        """Check that no other axis is the references'.
 
         Raises:
           ConfigError: an axis that there is not, or one of rows, columns or frames.

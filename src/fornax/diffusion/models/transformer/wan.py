@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2 (Wan Team 2025): diffusers' WanTransformer3DModel, of text or with a first frame.
 
 A first frame is channels beside the sample, and in 2.1 CLIP's states too; Wan 2.2's 5B model, whose
-channels are the sample's alone, has it in the place of the sample's first. Wan 2.2's 14B models are
+channels are the sample's alone, has it instead of the sample's first. Wan 2.2's 14B models are
 two of them, each for a part of the times.
 """
 
