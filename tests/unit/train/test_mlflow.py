@@ -222,7 +222,7 @@ def test_a_server_that_is_away_is_said_once_and_gets_everything_later(
     written.write(record(3))
     (said,) = written.said
     assert "HTTP 503" in said
-    assert "Training goes on" in said
+    assert "Training continues" in said
     tracking.away = False
     written.write(record(4))
     written.close()
