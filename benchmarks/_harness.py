@@ -212,9 +212,11 @@ def _take_turns(
         print(f"round {number + 1} of {warmups + rounds}", file=sys.stderr, flush=True)
         first = number % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            said = workers[name].ask("turn")
+            turn = Turn(**workers[name].ask("turn"))
+            took = f"{1e3 * turn.cpu_s:.0f} ms of processor time in {1e3 * turn.wall_s:.0f}"
+            print(f"  {name}: {took}", file=sys.stderr, flush=True)
             if number >= warmups:
-                results[name].turns.append(Turn(**said))
+                results[name].turns.append(turn)
 
 
 def ratio(results: Mapping[str, Result], name: str, to: str) -> float:

@@ -5,10 +5,11 @@
     python benchmarks/diffusion.py --shape dit-30m --rounds 5 --only fornax,jax
 
 A training step is the whole of it: forward, backward, clipping of the global gradient norm to 1,
-AdamW. Sampling is eight Euler steps along the flow under guidance. Contestants compute the same
+AdamW. Sampling is four Euler steps along the flow under guidance. Contestants compute the same
 network of diffusers with the same weights on the same latents (32 x 32 x 4); the losses of their
 first steps and what they draw must agree. bf16 keeps weights and moments in float32 and multiplies
-in bfloat16 (autocast, in PyTorch); where sampling is in bf16 the weights are too.
+in bfloat16 (autocast, in PyTorch); where sampling is in bf16 the weights are too. The peak is that
+of square products of matrices, the better of two libraries, timed in turn with the contestants.
 
 Needs torch and diffusers (extra `parity`) for their contestants, and a C++ compiler to compile.
 """
@@ -16,7 +17,7 @@ Needs torch and diffusers (extra `parity`) for their contestants, and a C++ comp
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ import _harness
 from fornax.config import environment
 
 RATE, BETA1, BETA2, EPS, DECAY, CLIP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
-STEPS, SCALE, SIDE, CHANNELS, CLASSES = 8, 4.0, 32, 4, 1000
+STEPS, SCALE, SIDE, CHANNELS, CLASSES = 4, 4.0, 32, 4, 1000
+SQUARE = 2048
+"""Side of the matrices whose product measures the peak."""
 AGREE = 2e-3
 """Largest relative difference of a loss, and of what is drawn, between float32 contestants."""
 
@@ -36,11 +39,14 @@ Ready = tuple[Callable[[], Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Shape:
-    """A network of diffusers and its batch."""
+    """A network of diffusers and its batches."""
 
     class_name: str
     config: Mapping[str, Any]
-    rows: int
+    trained: int
+    """Rows of a training step."""
+    drawn: int
+    """Rows of sampling, which guidance doubles."""
 
     @property
     def is_dit(self) -> bool:
@@ -48,7 +54,7 @@ class Shape:
         return self.class_name == "DiTTransformer2DModel"
 
 
-def dit(layers: int, heads: int, rows: int) -> Shape:
+def dit(layers: int, heads: int, trained: int, drawn: int) -> Shape:
     """A DiT with heads of 64."""
     config = {
         "num_layers": layers,
@@ -65,10 +71,10 @@ def dit(layers: int, heads: int, rows: int) -> Shape:
         "norm_elementwise_affine": False,
         "norm_eps": 1e-5,
     }
-    return Shape("DiTTransformer2DModel", config, rows)
+    return Shape("DiTTransformer2DModel", config, trained, drawn)
 
 
-def unet(widths: tuple[int, ...], rows: int) -> Shape:
+def unet(widths: tuple[int, ...], trained: int, drawn: int) -> Shape:
     """A U-Net of Stable Diffusion with these widths."""
     config = {
         "sample_size": SIDE,
@@ -81,28 +87,28 @@ def unet(widths: tuple[int, ...], rows: int) -> Shape:
         "cross_attention_dim": 256,
         "attention_head_dim": 8,
     }
-    return Shape("UNet2DConditionModel", config, rows)
+    return Shape("UNet2DConditionModel", config, trained, drawn)
 
 
 SHAPES = {
-    "dit-30m": dit(10, 6, 8),
-    "dit-150m": dit(12, 12, 4),
-    "unet-30m": unet((96, 192, 320), 4),
-    "unet-150m": unet((192, 384, 768), 2),
-    "quick": dit(2, 2, 2),
+    "dit-30m": dit(10, 6, 8, 2),
+    "dit-150m": dit(12, 12, 2, 1),
+    "unet-30m": unet((96, 192, 320), 4, 2),
+    "unet-150m": unet((192, 384, 768), 2, 1),
+    "quick": dit(2, 2, 2, 2),
 }
 
 
-def batch_of(shape: Shape) -> dict[str, np.ndarray]:
-    """What every contestant trains on, channels last."""
+def batch_of(rows: int) -> dict[str, np.ndarray]:
+    """What every contestant trains on or draws from, channels last."""
     random = np.random.default_rng(0)
-    size = (shape.rows, SIDE, SIDE, CHANNELS)
+    size = (rows, SIDE, SIDE, CHANNELS)
     return {
         "images": random.normal(size=size).astype(np.float32),
         "noise": random.normal(size=size).astype(np.float32),
-        "sigma": random.uniform(0.05, 0.95, shape.rows).astype(np.float32),
-        "classes": random.integers(0, CLASSES, shape.rows).astype(np.int32),
-        "text": random.normal(size=(shape.rows, 16, 256)).astype(np.float32),
+        "sigma": random.uniform(0.05, 0.95, rows).astype(np.float32),
+        "classes": random.integers(0, CLASSES, rows).astype(np.int32),
+        "text": random.normal(size=(rows, 16, 256)).astype(np.float32),
     }
 
 
@@ -169,12 +175,12 @@ def fornax_train(shape: Shape, folder: Path, compute: str) -> Ready:
         condition = condition_of(shape, batch)
         output = model(x, point.t, condition, remat=DiffusionConfig.remat)
         losses = objective.losses(output, batch["images"], batch["noise"], point)
-        return Loss(total=losses.sum(), weight=jnp.float32(shape.rows), metrics={})
+        return Loss(total=losses.sum(), weight=jnp.float32(shape.trained), metrics={})
 
     config = from_mapping(
         TrainerConfig,
         {
-            "batch_size": shape.rows,
+            "batch_size": shape.trained,
             "dtypes": {"compute": compute},
             "optim": {
                 "optimizer": {
@@ -191,7 +197,7 @@ def fornax_train(shape: Shape, folder: Path, compute: str) -> Ready:
     )
     programs = prepare(config, Task(build=build, loss=loss, batches=_no_batches), Ledger())
     state = first_state(config, programs)
-    rows, losses = batch_of(shape), []
+    rows, losses = batch_of(shape.trained), []
     del rows["text" if shape.is_dit else "classes"]
 
     def turn() -> None:
@@ -218,7 +224,7 @@ def fornax_sample(shape: Shape, folder: Path, compute: str) -> Ready:
     dtype = jnp.dtype(compute)
     model = load_component(folder, dtype=dtype, compute_dtype=dtype)
     graph, state = nnx.split(model)
-    batch = batch_of(shape)
+    batch = batch_of(shape.drawn)
     empty = {"classes": np.full_like(batch["classes"], CLASSES), "text": 0 * batch["text"]}
     schedule = flow(STEPS)
 
@@ -274,7 +280,7 @@ def jax_train(shape: Shape, folder: Path, compute: str) -> Ready:
     params = _jax_params(folder)
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
     state = (params, *zeros, jnp.zeros(()))
-    batch = {name: jnp.asarray(x) for name, x in batch_of(shape).items()}
+    batch = {name: jnp.asarray(x) for name, x in batch_of(shape.trained).items()}
     losses: list[float] = []
 
     def turn() -> None:
@@ -294,7 +300,7 @@ def jax_sample(shape: Shape, folder: Path, compute: str) -> Ready:
 
     if not shape.is_dit:
         raise ImportError("only the DiT is written by hand")
-    positions, batch = jnp.asarray(jax_positions(shape)), batch_of(shape)
+    positions, batch = jnp.asarray(jax_positions(shape)), batch_of(shape.drawn)
     params = jax.tree.map(lambda p: p.astype(compute), _jax_params(folder))
     run = jax.jit(
         lambda params, x, classes: _diffusion_jax.sample(
@@ -317,10 +323,10 @@ def _torch_call(shape: Shape, model: Any, x: Any, time: Any, batch: Mapping[str,
     return model(x, time, batch["text"], return_dict=False)[0]
 
 
-def _torch_batch(shape: Shape) -> dict[str, Any]:
+def _torch_batch(rows: int) -> dict[str, Any]:
     import torch
 
-    found = {name: torch.from_numpy(x) for name, x in batch_of(shape).items()}
+    found = {name: torch.from_numpy(x) for name, x in batch_of(rows).items()}
     first = {name: found[name].permute(0, 3, 1, 2).contiguous() for name in ("images", "noise")}
     return {**found, **first, "classes": found["classes"].long()}
 
@@ -334,7 +340,7 @@ def torch_train(shape: Shape, folder: Path, compute: str, *, compiled: bool) -> 
         model.parameters(), lr=RATE, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, fused=True
     )
     call = torch.compile(model) if compiled else model
-    batch, losses = _torch_batch(shape), []
+    batch, losses = _torch_batch(shape.trained), []
     sigma = batch["sigma"][:, None, None, None]
     x = (1 - sigma) * batch["images"] + sigma * batch["noise"]
 
@@ -359,7 +365,7 @@ def torch_sample(shape: Shape, folder: Path, compute: str, *, compiled: bool) ->
     dtype = getattr(torch, compute)
     model = _torch_model(shape, folder).to(dtype)
     call = torch.compile(model) if compiled else model
-    batch = _torch_batch(shape)
+    batch = _torch_batch(shape.drawn)
     both = {
         "classes": torch.cat([batch["classes"], torch.full_like(batch["classes"], CLASSES)]),
         "text": torch.cat([batch["text"], 0 * batch["text"]]).to(dtype),
@@ -378,9 +384,52 @@ def torch_sample(shape: Shape, folder: Path, compute: str, *, compiled: bool) ->
     return _drawing(draw)
 
 
+def jax_peak(shape: Shape, folder: Path, compute: str) -> Ready:
+    """A product of square matrices, as Fornax's layers multiply."""
+    import jax
+    import jax.numpy as jnp
+
+    from fornax import kernels
+
+    del shape, folder
+    a = jnp.asarray(np.random.default_rng(0).normal(size=(SQUARE, SQUARE)), compute)
+    run = jax.jit(lambda a: kernels.linear(a, a))
+    return _square(lambda: run(a).block_until_ready())
+
+
+def torch_peak(shape: Shape, folder: Path, compute: str) -> Ready:
+    """A product of square matrices in PyTorch."""
+    import torch
+
+    del shape, folder
+    a = torch.from_numpy(np.random.default_rng(0).normal(size=(SQUARE, SQUARE)))
+    a = a.to(getattr(torch, compute))
+    return _square(lambda: a @ a)
+
+
+def _square(multiply: Callable[[], Any]) -> Ready:
+    multiply()
+    return multiply, {}
+
+
+def flops_of(shape: Shape, folder: Path, task: str) -> float:
+    """Operations of a turn's products and convolutions; backward has twice those of forward."""
+    import jax.numpy as jnp
+
+    from fornax.diffusion.cost import traced_flops
+    from fornax.diffusion.models.components import load_component
+
+    model = load_component(folder)
+    rows = shape.trained if task == "train" else 2 * shape.drawn
+    batch = batch_of(rows)
+    condition = condition_of(shape, batch)
+    forward = traced_flops(lambda x: model(x, jnp.ones(rows), condition), batch["images"])
+    return (3 if task == "train" else STEPS) * forward
+
+
 def _warm(turn: Callable[[], None], losses: list[float]) -> Ready:
-    """Take three turns, and report the losses."""
-    for _ in range(3):
+    """Take two turns, and report the losses."""
+    for _ in range(2):
         turn()
     return turn, {"same": [round(loss, 5) for loss in losses]}
 
@@ -392,6 +441,10 @@ def _drawing(draw: Callable[[], np.ndarray]) -> Ready:
 
 
 Contestant = Callable[[Shape, Path], Ready]
+PEAK = "products-"
+"""How the names of those begin that measure the peak."""
+PAIRS = 100
+"""Million parameters from which contestants meet Fornax one by one, so that they fit in memory."""
 
 
 def contestants() -> dict[str, dict[str, Contestant]]:
@@ -408,6 +461,8 @@ def contestants() -> dict[str, dict[str, Contestant]]:
                 table[f"torch{short}{how}"] = lambda s, f, m=theirs[task], c=compute, k=compiled: m(
                     s, f, c, compiled=k
                 )
+            for name, make in (("jax", jax_peak), ("torch", torch_peak)):
+                table[f"{PEAK}{name}{short}"] = lambda s, f, m=make, c=compute: m(s, f, c)
         found[task] = table
     return found
 
@@ -425,7 +480,7 @@ def own_of(name: str) -> str:
 def check(results: Mapping[str, _harness.Result]) -> None:
     """Refuse to time contestants in float32 that do not compute the same."""
     for name, result in results.items():
-        if result.absent is None and not is_bf16(name):
+        if result.absent is None and not is_bf16(name) and not name.startswith(PEAK):
             wanted = results["fornax"].details["same"]
             apart = np.abs(np.subtract(result.details["same"], wanted)).max()
             if not apart <= AGREE * np.abs(wanted).max():
@@ -434,28 +489,67 @@ def check(results: Mapping[str, _harness.Result]) -> None:
                 )
 
 
-def report(task: str, results: Mapping[str, _harness.Result]) -> str:
-    """A table of one shape and task."""
-    rows = []
-    for name, result in results.items():
-        if result.absent is not None:
-            rows.append([name, f"not run: {result.absent}", "", "", "", ""])
-            continue
-        beside = own_of(name)
-        alike = results[beside]
-        rows.append(
-            [
-                name,
-                f"{1e3 * result.median_s():.0f}",
-                f"{1e3 * result.cpu_s():.0f}",
-                f"{_harness.ratio(results, name, beside):.2f}",
-                f"{result.cpu_s() / alike.cpu_s():.2f}",
-                f"{result.turns[-1].peak_bytes / 2**20:,.0f}",
-            ]
-        )
-    head = ["", "median ms", "processor ms", "time / Fornax's", "processor / Fornax's", "peak MiB"]
+def groups(wanted: Sequence[str], *, pairs: bool) -> list[list[str]]:
+    """Contestants that take turns, with what measures their peak: all of a precision, or Fornax and
+    one other."""
+    found = []
+    for bf16 in (False, True):
+        some = [name for name in wanted if is_bf16(name) == bf16]
+        peaks = [name for name in some if name.startswith(PEAK)]
+        own = [name for name in some if name == own_of(name)]
+        others = [name for name in some if name not in (*peaks, *own)]
+        if own and pairs and others:
+            found += [[*own, other, *peaks] for other in others]
+        elif own:
+            found.append([*own, *others, *peaks])
+    return found
+
+
+def environment_of(threads: int | None) -> dict[str, str]:
+    """What holds a worker to so many threads."""
+    names = ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {} if threads is None else dict.fromkeys(names, str(threads))
+
+
+def report(task: str, contests: Sequence[Mapping[str, _harness.Result]], flops: float) -> str:
+    """A table of one shape and task; each contestant's ratios are to Fornax's turns beside it."""
+    rows = {}
+    for results in contests:
+        for name, result in results.items():
+            if result.absent is not None:
+                rows[name] = [name, f"not run: {result.absent}", *[""] * 5]
+            elif not name.startswith(PEAK) and name not in rows:
+                alike, speed = results[own_of(name)], flops / result.cpu_s()
+                rows[name] = [
+                    name,
+                    f"{1e3 * result.median_s():.0f}",
+                    f"{1e3 * result.cpu_s():.0f}",
+                    f"{_harness.ratio(results, name, own_of(name)):.2f}",
+                    f"{result.cpu_s() / alike.cpu_s():.2f}",
+                    f"{speed / 1e9:.0f}" + _of_peak(speed, results, is_bf16(name)),
+                    f"{result.turns[-1].peak_bytes / 2**20:,.0f}",
+                ]
+    head = [
+        "",
+        "median ms",
+        "processor ms",
+        "time / Fornax's",
+        "processor / Fornax's",
+        "GFLOP a processor second, of peak",
+        "peak MiB",
+    ]
     what = "training step" if task == "train" else f"sampling, {STEPS} steps under guidance"
-    return f"### {what}\n\n{_harness.table(head, rows)}"
+    return f"### {what}: {flops / 1e9:.0f} GFLOP\n\n{_harness.table(head, rows.values())}"
+
+
+def _of_peak(speed: float, results: Mapping[str, _harness.Result], bf16: bool) -> str:
+    """A speed in processor time as a share of the fastest products' in this precision."""
+    least = [
+        result.cpu_s()
+        for name, result in results.items()
+        if name.startswith(PEAK) and is_bf16(name) == bf16 and result.absent is None
+    ]
+    return f", {speed * min(least) / (2 * SQUARE**3):.0%}" if least else ""
 
 
 def main() -> None:
@@ -466,6 +560,7 @@ def main() -> None:
         "--task", choices=("train", "sample"), action="append", help="default: both"
     )
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--threads", type=int, help="of each contestant; default: all cores")
     parser.add_argument("--only", help="contestants, separated by commas")
     parser.add_argument("--quick", action="store_true", help="a small DiT, two rounds, no file")
     parser.add_argument("--no-results", action="store_true", help="print only, write no file")
@@ -491,8 +586,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make_weights(SHAPES[name], Path(folder))
             count = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / 4e6
-            parts.append(f"## {name}: {count:.0f}M parameters, batch {SHAPES[name].rows}")
+            rows = f"batch {SHAPES[name].trained}, {SHAPES[name].drawn} drawn"
+            parts.append(f"## {name}: {count:.0f}M parameters, {rows}")
             for task in args.task or ("train", "sample"):
+                flops = flops_of(SHAPES[name], Path(folder), task)
                 commands = {
                     one: [
                         *(sys.executable, __file__, "--shape", name, "--task", task),
@@ -501,12 +598,17 @@ def main() -> None:
                     for one in wanted
                 }
                 rounds = 2 if args.quick else args.rounds
-                results: dict[str, _harness.Result] = {}
-                for bf16 in (False, True):  # in turn, so that all fit into the memory
-                    some = {one: commands[one] for one in wanted if is_bf16(one) == bf16}
-                    if some:
-                        results |= _harness.contest(some, rounds=rounds, check=check)
-                parts.append(report(task, results))
+                contests = [
+                    _harness.contest(
+                        {one: commands[one] for one in some},
+                        rounds=rounds,
+                        warmups=0,
+                        env=environment_of(args.threads),
+                        check=check,
+                    )
+                    for some in groups(wanted, pairs=count > PAIRS)
+                ]
+                parts.append(report(task, contests, flops))
                 print(parts[-1], flush=True)
     if not (args.no_results or args.quick):
         head = [
@@ -514,9 +616,10 @@ def main() -> None:
             "`python benchmarks/diffusion.py`: latents of 32 x 32 x 4; a training step is forward, "
             "backward, clipping and AdamW. Contestants take turns; ratios are medians within "
             "rounds, beside Fornax in the same precision. Processor time is the least of all "
-            "turns, and what other work on the machine disturbs least.",
+            "turns, and what other work on the machine disturbs least; speeds are those of "
+            f"products and convolutions in it, beside square products of {SQUARE}.",
             _harness.machine()
-            + ". "
+            + f"; {args.threads or 'all'} threads a contestant. "
             + _harness.versions("jax", "jaxlib", "flax", "optax", "torch", "diffusers")
             + ".",
         ]
