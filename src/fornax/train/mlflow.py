@@ -107,9 +107,9 @@ class MLflow:
         if self._problem and not self._told:
             self._told = True
             self._log(
-                f"MLflow at {self._config.url} cannot be used: {self._problem}. Training continues, "
-                "metrics.jsonl has every metric, and they are sent when the server is there, or "
-                "when the run is resumed"
+                f"MLflow at {self._config.url} cannot be used: {self._problem}. Training "
+                "continues, metrics.jsonl has every metric, and they are sent when the server is "
+                "there, or when the run is resumed"
             )
 
     def _work(self) -> None:
