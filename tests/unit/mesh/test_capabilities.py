@@ -18,7 +18,7 @@ from fornax.mesh import (
 
 NAMES = ("--model", "model", "--data", "data.jsonl")
 
-STAGE = "| yes | no | no | yes | yes | no | no | no | no |"
+STAGE = "| yes | no | no | yes | no | yes | no | no | no | no |"
 """Which uses can have stages."""
 
 
