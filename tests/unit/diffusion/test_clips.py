@@ -70,6 +70,11 @@ def test_frames_of_latents():
     for count, near in ((16, 17), (0, 1), (-3, 1), (82, 81)):
         with pytest.raises(ConfigError, match=f"use {near}$"):
             frames.latent(count)
+    late = Frames(count=81, factor=4, rate=16, cut=4)
+    assert late.latent(9) == 3
+    for count, near in ((0, "5"), (3, "5"), (1, "5 or more"), (12, "13")):
+        with pytest.raises(ConfigError, match=f"use {near}$"):
+            late.latent(count)
 
 
 class _Factor(nnx.Module):

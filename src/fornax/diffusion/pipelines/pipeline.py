@@ -5,6 +5,7 @@ F frames, H height and W width in pixels, C channels.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -82,15 +83,16 @@ class Frames:
         Raises:
           ConfigError: another number than 1 + k n, or none that is left.
         """
+        least = 1 + math.ceil(self.cut / self.factor) * self.factor
+        if count < 1 or (count - 1) % self.factor:
+            near = max(least, round((count - 1) / self.factor) * self.factor + 1)
+            raise ConfigError(
+                f"frames={count}: this model draws 1 + {self.factor} n frames; use {near}"
+            )
         if count <= self.cut:
             raise ConfigError(
                 f"frames={count}: this model draws {self.cut} frames before those of the video; "
-                f"use {self.cut + 1} or more"
-            )
-        if count < 1 or (count - 1) % self.factor:
-            near = max(0, round((count - 1) / self.factor)) * self.factor + 1
-            raise ConfigError(
-                f"frames={count}: this model draws 1 + {self.factor} n frames; use {near}"
+                f"use {least} or more"
             )
         return 1 + (count - 1) // self.factor
 
