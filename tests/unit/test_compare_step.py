@@ -50,7 +50,7 @@ def test_a_base_that_is_no_commit_is_a_mistake(checkout):
     git("commit", "-q", "--allow-empty", "-m", "first")
     done = run("--base", "nowhere")
     assert done.returncode == 2
-    assert "nowhere is no commit here" in done.stderr
+    assert "nowhere is not a commit" in done.stderr
 
 
 def test_a_base_without_the_step_is_said_and_passes(checkout):

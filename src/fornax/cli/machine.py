@@ -35,7 +35,7 @@ EXTRAS = {
     "gcs": "datasets and checkpoints in Google Cloud Storage",
     "s3": "datasets and checkpoints in S3",
     "tokamax": "kernels for experts on Hopper GPUs; Python 3.12 or newer",
-    "video": "MP4 files of sampled videos",
+    "video": "MP4 files: of sampled videos, and to train on",
     "bagz": "datasets in Bagz files",
     "otel": "traces and metrics to OpenTelemetry",
     "wandb": "metrics to Weights & Biases",
