@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from PIL import Image
 from tests.parity.diffusion_models import channels_first, check_output, randomized
@@ -360,9 +362,8 @@ def test_sizes_at_which_images_are_read(size: tuple[int, int]) -> None:
     height, width = size
     ratio = width / height
     assert of_area(size) == pipeline_qwenimage_edit_plus.calculate_dimensions(1024**2, ratio)[::-1]
-    known = diffusers.pipelines.flux.pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+    known = pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
     _, wide, high = min((abs(ratio - w / h), w, h) for w, h in known)
     assert preferred(size) == (high, wide)
     image = Image.new("RGB", (width, height))
-    processor = diffusers.pipelines.flux2.image_processor.Flux2ImageProcessor
-    assert bounded(size) == processor._resize_if_exceeds_area(image).size[::-1]
+    assert bounded(size) == Flux2ImageProcessor._resize_if_exceeds_area(image).size[::-1]
