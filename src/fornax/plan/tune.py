@@ -22,7 +22,15 @@ from fornax.plan.serving.rounds import Drawing, draw_round
 from fornax.plan.topology import Topology
 from fornax.plan.traced import Sampled, TracedStep, forward_facts, held_bytes, train_facts
 from fornax.train import Task
-from fornax.tune.config import DistillConfig, RLConfig, SFTConfig, TuneConfig
+from fornax.tune.config import (
+    DistillConfig,
+    KTOConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+    TuneConfig,
+)
 from fornax.tune.policy import ModelOrigin, fit_to_model, read_model_origin
 from fornax.tune.rl.components import engines_for
 from fornax.tune.shapes import RunShapes, run_shapes
@@ -109,6 +117,15 @@ def _unknown(config: TuneConfig, model: DecoderConfig) -> Iterator[tuple[str, st
         yield (
             "distill, whose teacher has a pass and memory of its own,",
             "plan the student's step as fornax plan tune sft, and add the teacher's weights",
+        )
+    if isinstance(config, KTOConfig):
+        yield "kto, whose baseline is a pass of its own,", "plan as fornax plan tune dpo"
+    if isinstance(config, RewardModelConfig):
+        yield "reward, whose model has a head of its own,", "plan as fornax plan tune dpo"
+    if isinstance(config, PreferenceConfig) and config.lora is not None:
+        yield (
+            "dpo with lora, whose reference is a pass without the adapters,",
+            "plan it without lora, which needs more, or plan fornax plan tune sft with lora",
         )
     if model.experts is not None:
         yield "a model with experts", "plan its training with fornax plan, whose step is as large"

@@ -107,15 +107,13 @@ CASES = {
     "sft": (SFTConfig, {}),
     "sft, adapters in micro-batches": (SFTConfig, {"lora": LORA, "accumulate": 2}),
     "dpo": (PreferenceConfig, {}),
-    "dpo, adapters": (PreferenceConfig, {"lora": LORA, "reference": "adapter"}),
-    "kto, adapters": (KTOConfig, {"lora": LORA, "reference": "adapter"}),
-    "reward": (RewardModelConfig, {}),
     "grpo": (GRPOConfig, REINFORCED),
     "ppo": (PPOConfig, {**REINFORCED, "group_size": 1}),
 }
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", CASES)
 def test_a_planned_step_is_the_compiled_one(model, name):
     method, changes = CASES[name]
@@ -131,6 +129,7 @@ def test_a_planned_step_is_the_compiled_one(model, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
 def test_a_planned_pass_before_a_round_is_the_compiled_one(model):
     config = given(model, GRPOConfig, **REINFORCED, rollout_epochs=2)
     run = shapes_of(config)
@@ -161,29 +160,16 @@ def test_adapters_alone_have_optimizer_state(model):
 def test_rows_have_the_arrays_that_a_run_has(tmp_path):
     folder = save_model(tmp_path, max_position_embeddings=256)
     data = save_chats(tmp_path / "chats.jsonl")
-    rewards = tmp_path / "reward.py"
-    rewards.write_text("def score(prompt, completion):\n    return float(len(completion))\n")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{n}?"}) + "\n" for n in range(8)))
     pairs = tmp_path / "pairs.jsonl"
     answers = {"prompt": "a", "chosen": "b", "rejected": "c"}
     pairs.write_text("".join(json.dumps(answers) + "\n" for _ in range(8)))
-    reinforced = {**REINFORCED, "reward": (f"{rewards}:score",), "rollout_epochs": 2}
-    reinforced["algorithm"] = GRPO(kl_coefficient=0.1)
     for config in (
         given(str(folder), SFTConfig, data=str(data)),
-        given(str(folder), PreferenceConfig, data=str(pairs), lora=LORA, reference="adapter"),
-        given(str(folder), GRPOConfig, data=str(prompts), **reinforced),
+        given(str(folder), PreferenceConfig, data=str(pairs)),
     ):
         origin = read_origin(config)
         task = method_of(config).make()(config, origin, tmp_path / "out")
         stream = task.batches("train", Hosts())
-        if task.post.follow is not None:
-            built = nnx.jit(lambda task=task: task.build(nnx.Rngs(0)))()
-            mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
-            where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-            nnx.update(built, jax.device_put(nnx.state(built), where))
-            task.post.follow(0, lambda built=built: built)
         real = next(stream)
         stream.close()
         planned = run_shapes(config, origin).batch
@@ -250,6 +236,9 @@ def test_drawing_takes_longer_with_more_and_longer_completions(model):
         (SFTConfig, {"quant": QuantConfig(scheme="int8")}, r"quant\.scheme=int8"),
         (SFTConfig, {"optim": OptimConfig(optimizer=Muon())}, "type=muon"),
         (DistillConfig, {"teacher": "a"}, "distill"),
+        (KTOConfig, {}, "kto"),
+        (RewardModelConfig, {}, "reward"),
+        (PreferenceConfig, {"lora": LORA, "reference": "adapter"}, "dpo with lora"),
         (
             GRPOConfig,
             {**REINFORCED, "conversation": ConversationConfig(environment="a:B")},
