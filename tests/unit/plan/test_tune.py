@@ -165,7 +165,7 @@ def test_rows_have_the_arrays_that_a_run_has(tmp_path):
     pairs.write_text("".join(json.dumps(answers) + "\n" for _ in range(8)))
     for config in (
         given(str(folder), SFTConfig, data=str(data)),
-        given(str(folder), PreferenceConfig, data=str(pairs)),
+        given(str(folder), PreferenceConfig, data=str(pairs), batch_size=8),
     ):
         origin = read_origin(config)
         task = method_of(config).make()(config, origin, tmp_path / "out")
