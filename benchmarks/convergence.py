@@ -69,9 +69,9 @@ class Found:
     """What a run reported."""
 
     train: list[float]
-    """Mean loss of each step, nats a token."""
+    """Mean loss of each step, nats per token."""
     held_out: Points
-    """(step, nats a token of held-out text)."""
+    """(step, nats per token of held-out text)."""
     rates: list[float]
     """Learning rate of each step."""
 
@@ -392,7 +392,7 @@ def compare_loops(args: argparse.Namespace) -> tuple[str, dict[str, Points]]:
     text = [
         table((*head, f"largest difference, steps 1 to {EVERY}"), lines),
         "",
-        f"Nats a token. Means of held-out loss over {len(args.seeds)} seeds: "
+        f"Nats per token. Means of held-out loss over {len(args.seeds)} seeds: "
         f"{', '.join(spread)}; seeds differ by up to {seeds:.4f}.",
     ]
     curves = {f"{SHOWN[name]}, seed {seed}": one.held_out for (name, seed), one in found.items()}
@@ -446,8 +446,8 @@ def main() -> None:
         f"float32 unless it says otherwise, AdamW at {RATE:g} with decay {DECAY:g}, {WARMUP} "
         "steps of warm-up, a cosine to a tenth.",
         loops,
-        f"Optimizers in `fornax train`, seed {args.seeds[0]}, nats a token of held-out text at the "
-        "end, by learning rate:",
+        f"Optimizers in `fornax train`, seed {args.seeds[0]}, nats per token of held-out text at "
+        "the end, by learning rate:",
         optimizers,
     ]
     text = "\n\n".join(parts)
@@ -456,7 +456,7 @@ def main() -> None:
     if args.guide:
         write_guide("convergence.md", "loops", loops)
         write_guide("convergence.md", "optimizers", optimizers)
-        title = "Nats a token of held-out text by step, "
+        title = "Nats per token of held-out text by step, "
         for name, curves in (("loops", loop_curves), ("optimizers", optimizer_curves)):
             (GUIDES / f"convergence-{name}.svg").write_text(picture(title + name, curves))
 

@@ -12,7 +12,7 @@ __all__ = ["browser", "open_page"]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A headless Chromium of one test file: Playwright's loop runs in this thread till its end."""
+    """A headless Chromium of one test file: Playwright's loop runs in this thread until its end."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no chromium on PATH; install it, for example with `apt install chromium`")

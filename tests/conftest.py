@@ -11,7 +11,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program runs for milliseconds: compiled with few of XLA's optimizations, in processes
     # that a test starts too, its numbers are the same up to rounding in half of the time.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no path is not asked for outside
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is not a path is not asked for outside
 
 import time
 from collections.abc import Iterator

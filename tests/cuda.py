@@ -19,8 +19,8 @@ def lower_for_cuda(
     """Return the program that `function` becomes for a GPU, as StableHLO.
 
     jax asks the CUDA plugin for cuDNN's version before it writes a call of it down; without the
-    plugin the newest one that jax 0.10 names stands in. Tokamax asks the device which kernels to
-    write down; without one they are Hopper's.
+    plugin the newest one that jax 0.10 names is used in its place. Tokamax asks the device which
+    kernels to write down; without one they are Hopper's.
     """
     found = "jax._src.cudnn.fused_attention_stablehlo.cuda_versions"
     if jax.default_backend() != "gpu":

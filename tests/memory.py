@@ -18,7 +18,7 @@ import pytest
 MOST_MB = 2500
 """Peak of a worker, at most."""
 _KEPT_MB = 1200
-"""Below this programs stay: the next file may run them again, and letting go takes a second."""
+"""Below this programs stay: the next file may run them again, and freeing them takes a second."""
 
 _peaks: dict[str, tuple[int, str]] = {}
 """Process to its peak, and the file in which it rose to that."""

@@ -186,7 +186,7 @@ class MockEngine:
     async def add_lora(self, name: str, path: str) -> None:
         """Remember an adapter."""
         if not path.startswith("/"):
-            raise EngineError(f"lora_path={path} is no absolute path")
+            raise EngineError(f"lora_path={path} is not an absolute path")
         self._adapters = {**self._adapters, name: path}
 
     async def remove_lora(self, name: str) -> None:

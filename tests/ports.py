@@ -11,7 +11,7 @@ def held_port() -> int:
 
     It is bound here and not listened at: a connection to it is refused, and a program that names
     it can bind it (`SO_REUSEADDR`, as servers have it), while the kernel hands out others to those
-    that ask for any. A port that is let go before it is used may be another program's by then.
+    that ask for any. A port that is released before it is used may be another program's by then.
     """
     holder = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

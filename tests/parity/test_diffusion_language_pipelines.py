@@ -245,7 +245,7 @@ def sana():
 @pytest.mark.slow
 @torch.no_grad()
 def test_sana(tmp_path):
-    """The prompt stands behind an instruction, the negative one does not."""
+    """The prompt comes after an instruction, the negative one does not."""
     theirs, _ = sana()
     theirs.save_pretrained(tmp_path / "model")
     noise = normal(1, 32, 64, 4)

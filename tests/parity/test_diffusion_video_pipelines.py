@@ -226,7 +226,7 @@ def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
 @pytest.mark.slow
 @torch.no_grad()
 def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
-    """Wan 2.2's 5B model: the frame's latents in the place of the video's first, at time 0, from an
+    """Wan 2.2's 5B model: the frame's latents instead of the video's first, at time 0, from an
     autoencoder of patches with shortcuts."""
     parts = wan_parts()
     vae = diffusers.AutoencoderKLWan(

@@ -38,7 +38,7 @@ def test_bfloat16_goes_there_and_back(name: str, save_oracle, tmp_path: Path) ->
 
 
 def _loaded(folder: Path, dtype: torch.dtype) -> Any:
-    """Loaded anew, since casting a model would round its rotary frequencies too."""
+    """Loaded again, since casting a model would round its rotary frequencies too."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     return load(folder, dtype=dtype, attn_implementation="eager").eval()
 

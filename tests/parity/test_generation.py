@@ -69,5 +69,5 @@ def test_greedy_tokens_agree(name: str, save_oracle) -> None:
 
 @pytest.mark.parametrize("lengths", [(7, 11), (16, 9)], ids=str)
 def test_longrope_changes_its_frequencies_on_the_way(lengths: tuple[int, int], save_oracle) -> None:
-    """Completions that pass the original 16 positions: all keys are made anew, as there."""
+    """Completions that pass the original 16 positions: all keys are made again, as there."""
     _check("phi4-mini", lengths, save_oracle)

@@ -1,7 +1,7 @@
 """The engine's greedy tokens and log probabilities are transformers', family by family.
 
 Pages of 4 tokens, steps of 8, room for one sequence of full length: prompts are cut into chunks,
-sequences preempted and computed anew, beginnings reused, and everything is batched with everything.
+sequences preempted and computed again, beginnings reused, and everything is batched together.
 """
 
 import dataclasses

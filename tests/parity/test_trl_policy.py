@@ -138,7 +138,7 @@ def test_grpo_and_its_variants(name: str) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("outside", ["truncate", "drop"])
 def test_truncated_importance_sampling(level: str, outside: str) -> None:
-    """The weights' formula stands in the middle of TRL's rollout code; the loss is its own."""
+    """The weights' formula is in the middle of TRL's rollout code; the loss is its own."""
     old_BT = np.asarray(_logps()) + _noise(1, 0.1)
     sampler_BT = old_BT + _noise(4, 0.5)
     weights_BT, metrics = losses.truncated_importance(

@@ -51,7 +51,7 @@ def unpickles(tree: ast.AST) -> set[int]:
                     or "ProcessPoolExecutor" in given
                 )
             case ast.Call(func=ast.Attribute(attr="recv"), args=[], keywords=[]):
-                bad = True  # a Connection's; a socket's wants a size
+                bad = True  # a Connection's; a socket's takes a size
             case ast.keyword(arg="allow_pickle", value=value):
                 bad = not (isinstance(value, ast.Constant) and value.value is False)
             case _:

@@ -21,7 +21,7 @@ def test_the_tour_names_what_is_there(step: str) -> None:
     folders: list[Path] = []
     for name in re.findall(r"`([a-z0-9_/]+(?:\.py|/))`", step):
         path = _find(name, folders)
-        assert path is not None, f"{name} is not below src/fornax nor beside what stands before it"
+        assert path is not None, f"{name} is not below src/fornax nor beside what comes before it"
         folders.append(path if path.is_dir() else path.parent)
 
 

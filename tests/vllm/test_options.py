@@ -126,7 +126,7 @@ def test_a_request_that_cannot_be_honoured_is_refused_by_name(
 def test_logits_that_are_not_finite_are_reported(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As vLLM's own worker does: the request goes on, and counts as corrupted."""
+    """As vLLM's own worker does: the request continues, and counts as corrupted."""
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(tmp_path / "model.safetensors")

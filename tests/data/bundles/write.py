@@ -30,7 +30,7 @@ def predict(params, ids, length, weight):
 
 
 def count(params, text, stop):
-    """Strings and 64-bit integers: how often a byte stands in a text, from an offset."""
+    """Strings and 64-bit integers: how often a byte is in a text, from an offset."""
     return {"count": jnp.sum(text == 97, axis=1) + params["offset"] + stop}
 
 

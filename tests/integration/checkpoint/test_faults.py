@@ -115,7 +115,7 @@ def small_disk(tmp_path):
         ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("mounting a small disk is not permitted here; the file-size test stands in")
+        pytest.skip("mounting a small disk is not permitted here; the file-size test covers it")
     yield disk
     subprocess.run(["umount", str(disk)], check=True)
 

@@ -95,7 +95,7 @@ def test_both_processes_refuse_a_file_that_one_finds_damaged(root):
 
 @pytest.mark.slow
 def test_two_directories_with_other_steps_are_refused_by_both(root, tmp_path):
-    """Process 0 would go on from 5 and process 1 from 4, each with its own arrays."""
+    """Process 0 would continue from 5 and process 1 from 4, each with its own arrays."""
     for process in range(2):
         shutil.copytree(root, tmp_path / str(process))
     shutil.rmtree(tmp_path / "1" / "5")

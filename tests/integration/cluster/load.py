@@ -14,13 +14,13 @@ _SAMPLE_SECONDS = 0.2
 _MOST = 0.9
 _TICKS = os.sysconf("SC_CLK_TCK")
 _COUNT, _SECONDS = 2_000_000, 0.045
-"""How far a core of the machine that the limits are of counts in so many seconds (CPython 3.11)."""
+"""How far a core of the machine that the limits are of counts in these seconds (CPython 3.11)."""
 
 
 def pace() -> float:
     """How many times as long a core of this machine takes for Python; 1 for one that is faster.
 
-    Most of what a group does to form anew is Python: imports, and the tracing of the step.
+    Most of what a group does to form again is Python: imports, and the tracing of the step.
     """
     found = []
     for _ in range(9):
@@ -93,7 +93,7 @@ def _all_used() -> float:
 
 
 def _used(pid: int) -> float:
-    """And a process; 0 for one that is no more."""
+    """And a process; 0 for one that has ended."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,7 +24,7 @@ FREEZE = "hello world this is a test of freezing"
 
 
 class Engine(MockEngine):
-    """One that freezes where it is told."""
+    """One that freezes where it is asked to."""
 
     def generate(self, prompt_ids, params, **options):
         if self.tokenizer.decode(prompt_ids) == FREEZE:
@@ -33,7 +33,7 @@ class Engine(MockEngine):
 
 
 def replica(words: list[str]) -> int:
-    """`serve MODEL --config FILE --port N`; the engine takes FORNAX_TEST_STEP seconds a token."""
+    """`serve MODEL --config FILE --port N`; the engine takes FORNAX_TEST_STEP seconds per token."""
     config = load(ServeConfig, file=Path(words[3]), overrides=words[4:])
 
     def build(model, config, observer):

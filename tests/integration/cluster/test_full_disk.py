@@ -104,7 +104,7 @@ def test_a_full_disk_costs_checkpoints_and_nothing_else(
 
 @pytest.mark.exhaustive
 def test_a_full_local_disk_costs_copies_and_nothing_else(launch: Any, run_dir: Path | None):
-    """Each host says once that it is full, and once that copies go on."""
+    """Each host says once that it is full, and once that copies continue."""
     if run_dir is None:
         return
     flags = ("--local-checkpoints", str(run_dir / "local"), "--mtbf", "0.01s")

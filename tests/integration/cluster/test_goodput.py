@@ -57,7 +57,7 @@ def test_every_second_of_a_launch_has_one_cause(launch: Any, capsys: pytest.Capt
         until = following.began if following else account.spans[-1].end
         after = {s.cause for s in account.spans if fault.named <= s.begin < until}
         assert {"recovery", "compile", "restore", "step"} <= after
-        assert "initialise" not in after  # of a group that forms anew it is recovery
+        assert "initialise" not in after  # of a group that forms again it is recovery
     by_cause = goodput.seconds
     assert by_cause["detection"] >= 1.0  # a stop counts after a second
     assert by_cause["lost"] > 0

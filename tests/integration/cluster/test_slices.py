@@ -105,7 +105,7 @@ def simulated(settings: dict[str, Any], **changes: Any) -> list[dict[int, float]
 def test_two_slices_are_a_simulation_of_them(
     launch: Any, settings: dict[str, Any], diloco: dict[str, Any]
 ):
-    """To the bit; and at the end all parameters and the outer state are the same."""
+    """Bit for bit; and at the end all parameters and the outer state are the same."""
     run = launch(hosts=1, flags=SLICES, diloco=diloco, **CHANGES)
     code, output = run.finish()
     assert code == 0, output

@@ -59,7 +59,7 @@ def test_captures_are_listed_opened_and_compared(
 
 
 def test_a_broken_capture_is_one_paragraph(captured: Site, browser: Any) -> None:
-    page = browser.new_page()  # the answer, 400, stands in its console
+    page = browser.new_page()  # the answer, 400, is in its console
     page.goto(f"{captured.base}/#token={captured.token}")
     page.get_by_role("link", name="after", exact=True).click()
     page.get_by_role("link", name="Profile", exact=True).click()

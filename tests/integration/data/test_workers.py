@@ -90,7 +90,7 @@ class Workers:
         return DataWorkers(tuple(f"127.0.0.1:{port}" for port in ports), RUN)
 
     def again(self, number: int) -> None:
-        """Start one anew at its address."""
+        """Start one again at its address."""
         self.processes[number] = self._process(number)
 
     def _process(self, number: int) -> WorkerProcess:

@@ -30,7 +30,7 @@ pytestmark = [
 LIMIT = 900
 """Seconds for a block: what takes a few on an idle machine, on one that is not."""
 PORTS = ("8000", "8080", "8081", "8476")
-"""Ports on pages; each is another one here, since tests run beside each other."""
+"""Ports on pages; each is another one here, since tests run in parallel."""
 PRELUDE = """
 set -eo pipefail
 pip() { echo "tests install nothing: mark the block"; return 1; }

@@ -98,7 +98,7 @@ class Service:
         """Return when the engine has nothing to do."""
         until = time.monotonic() + seconds
         while self.core.num_requests or self.core.has_work:
-            assert time.monotonic() < until, "the engine goes on and on"
+            assert time.monotonic() < until, "the engine never ends"
             time.sleep(0.005)
 
 

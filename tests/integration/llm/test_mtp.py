@@ -92,7 +92,7 @@ class _Module:
             y_TD = self.run(x_TD, jnp.asarray(later))
             logits_V = self.model.logits(y_TD[None, known - 1 : known])[0, 0]
             assert logits_V[draft] > jnp.max(logits_V) - 1e-4
-            if known < longest:  # the next one goes on from what this one came of
+            if known < longest:  # the next one continues from what this one came of
                 x_TD = x_TD.at[known].set(y_TD[known - 1])
                 later[known] = draft
                 known += 1
@@ -113,7 +113,7 @@ class _Module:
 def test_proposals_are_the_modules_and_change_no_token(
     name: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks, few pages, so that sequences are preempted and read anew; proposals that
+    """Prompts in chunks, few pages, so that sequences are preempted and read again; proposals that
     are taken back; all of it again from shared pages."""
     model, figures = _model(name), Figures()
     llm = LLM(

@@ -16,7 +16,7 @@ from fornax.models import DecoderConfig, create_decoder, save_pretrained
 
 TEXTS = [path.read_text() for path in sorted(Path(np.__file__).parent.glob("linalg/*.py"))]
 
-# A command that waits before the line of its journal that comes after so many: the test, however
+# A command that waits before the line of its journal that comes after this many: the test, however
 # late, kills it before its end.
 _HELD = """
 import sys, time

@@ -77,7 +77,7 @@ def test_every_record_is_read_once_an_epoch_over_a_kill(
 def test_a_kill_on_divided_experts_changes_no_number(
     start: Any, finish: Any, tmp_path: Path, settings: dict[str, Any]
 ):
-    """Parameters, the optimizer's state and the biases for the choice come back to the bit."""
+    """Parameters, the optimizer's state and the biases for the choice come back bit for bit."""
     experts = {
         "num_experts": 4,
         "experts_per_token": 1,

@@ -183,7 +183,7 @@ def test_stages_over_two_slices_train_as_one_device_and_a_kill_changes_no_number
     start: Any, finish: Any, settings: dict[str, Any], tmp_path: Path
 ):
     """Each process is a slice with two of four stages. Killed and started again, the bits are those
-    of the run that went on."""
+    of the run that continued."""
 
     def variables(port: int, count: int, number: int) -> dict[str, str]:
         flags = "--xla_force_host_platform_device_count=2"

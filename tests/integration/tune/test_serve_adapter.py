@@ -60,7 +60,7 @@ def save_run(tiny: Path, path: Path, lora: LoRA) -> Path:
     directory.create()
     directory.save_config(dump_yaml(config))
     with Checkpointer(directory.checkpoints, config.checkpoint) as checkpointer:
-        # A head that gives values stands beside the adapters after PPO.
+        # A head that gives values is next to the adapters after PPO.
         state = {"params": {**params, "value_head": {"kernel": np.ones((32,), np.float32)}}}
         checkpointer.save(1, state=state, config_yaml=dump_yaml(config), force=True)
     return directory.path

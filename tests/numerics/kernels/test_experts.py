@@ -236,7 +236,7 @@ def test_experts_in_one_call_agree_with_float64(
 @native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_token_is_the_same_whatever_is_beside_it(dtype: str) -> None:
-    """To the bit: alone its matrices are read where they lie, among many they are copied."""
+    """Bit for bit: alone its matrices are read where they lie, among many they are copied."""
     tokens, layer = tokens_of(700), layer_of(dtype, biased=True)
     whole = fused(tokens, layer, dtype, activation="silu")
     for some in (slice(0, 1), slice(3, 9), slice(100, 180)):

@@ -211,7 +211,7 @@ def test_several_at_once_are_the_same_as_one_by_one(precision: str, rows: int) -
 @pytest.mark.parametrize("rows", [1, 13])
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_inputs_in_another_order_are_gathered(precision: str, rows: int) -> None:
-    """To the bit: of several weights at once, of which some share their order."""
+    """Bit for bit: of several weights at once, of which some share their order."""
     rng, x = np.random.default_rng(3), _rows(512, "float32")[:rows]
     orders = [rng.permutation(512) for _ in range(2)]
     given, sorted_ = [], []

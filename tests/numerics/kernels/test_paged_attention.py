@@ -452,7 +452,7 @@ def test_the_tpu_kernel_waits_for_every_copy(
     codes: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In jax's simulation of a TPU a copy happens when it is waited for and no sooner, and memory
-    is NaN before. It knows no rows of 32 bits and no flat views, so what is read through them is
+    is NaN before. It has neither rows of 32 bits nor flat views, so what is read through them is
     taken from the buffer as a whole."""
     from jax.experimental.pallas import tpu as pltpu
 

@@ -34,7 +34,7 @@ def ragged(
     dtype: Any = "float32",
     bias: bool = True,
 ) -> Inputs:
-    """A batch of `tokens` tokens; the sequences stand in slots 0, 1, …, the second begins."""
+    """A batch of `tokens` tokens; the sequences are in slots 0, 1, …, the second begins."""
     rng = np.random.default_rng(0)
     rows = np.arange(len(counts), dtype=np.int32)
 
@@ -104,7 +104,7 @@ def test_each_sequence_is_as_by_itself(
 
 
 def test_short_sequences_keep_the_state_after_each_token(how: Inputs) -> None:
-    """Beside a long one, which keeps its last; the states gone on from are those before the step,
+    """Beside a long one, which keeps its last; the states continued from are those before the step,
     and slots that nobody names stay."""
     counts, kept = (3, 1, 9, 2, 0), ((1, 3, 5), (6, 99, 99), (0, 99, 99), (99, 2, 99), (4, 7, 8))
     batch = ragged(counts, 16)

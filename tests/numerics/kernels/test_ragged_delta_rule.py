@@ -27,7 +27,7 @@ def how(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def ragged(counts: tuple[int, ...], tokens: int, *, corrects: bool = True) -> Inputs:
-    """A batch of `tokens` tokens; the sequences stand in slots 3, 0, 4, …, the second begins."""
+    """A batch of `tokens` tokens; the sequences are in slots 3, 0, 4, …, the second begins."""
     found = {name.replace("BT", "T"): x[0] for name, x in make(tokens).items() if "BT" in name}
     del found["starts_T"]
     if not corrects:
@@ -89,7 +89,7 @@ def test_each_sequence_is_as_by_itself(
 
 
 def test_short_sequences_keep_the_state_after_each_token(how: dict[str, Any]) -> None:
-    """Beside a long one, which keeps its last; the states gone on from are those before the step,
+    """Beside a long one, which keeps its last; the states continued from are those before the step,
     and slots that nobody names stay."""
     counts, kept = (3, 1, 9, 2, 0), ((0, 3, 5), (6, 99, 99), (1, 99, 99), (99, 2, 99), (4, 7, 8))
     batch = ragged(counts, 16)
@@ -131,8 +131,8 @@ def test_what_is_no_number_stays_where_it_is(how: dict[str, Any]) -> None:
 
 
 def wide(counts: tuple[int, ...], H: int, V: int, *, corrects: bool = True) -> Inputs:
-    """A batch of other widths, whose sequences go on from slots 0, 1, …; some decays leave nothing,
-    some all, and a state begins at the least numbers that float32 has."""
+    """A batch of other widths, whose sequences continue from slots 0, 1, …; some decays leave
+    nothing, some all, and a state begins at the least numbers that float32 has."""
     T, U, K, R = sum(counts), len(counts), 2, 2
     rng = np.random.default_rng(5)
 

@@ -55,7 +55,7 @@ CASES = {
     "positions that are not indexes": Case(consecutive=False, options={"window": 9}),
     "latent": Case(N=4, K=4, H=12, V=8),
     "eight devices": Case(sizes={"context": 8}, K=1, sinks=True),
-    "one token a device": Case(sizes={"context": 8}, T=8, balanced=False),
+    "one token per device": Case(sizes={"context": 8}, T=8, balanced=False),
     "tensor": Case(sizes={"context": 2, "tensor": 2, "data": 2}, sinks=True),
     "heads that do not divide": Case(sizes={"context": 2, "tensor": 4}, N=6, K=3, sinks=True),
     "rows that do not divide": Case(

@@ -174,7 +174,7 @@ def test_an_element_whose_gradient_vanishes_does_not_jump():
 
 @pytest.mark.slow
 def test_one_device_and_eight_have_the_same_codes():
-    """Blocks depend on the parameter only, so no codes are made anew where a mesh is another."""
+    """Blocks depend on the parameter only, so no codes are made again where a mesh is another."""
     params = make(0)
     mesh = jax.make_mesh((2, 4), ("tensor", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     where = jax.tree.map(

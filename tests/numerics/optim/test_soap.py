@@ -109,7 +109,7 @@ def test_float32_stays_close_to_float64():
 
 
 def test_soap_outruns_adam_on_a_rotated_valley():
-    """A quadratic whose axes are no coordinates: the eigenbasis is what SOAP has over Adam."""
+    """A quadratic whose axes are not coordinates: the eigenbasis is what SOAP has over Adam."""
     rng = np.random.default_rng(3)
     basis = np.linalg.qr(rng.normal(size=(8, 8)))[0]
     curvature = (basis * np.logspace(-3, 0, 8)) @ basis.T

@@ -153,7 +153,7 @@ def test_xla_rounds_to_the_same_bits(name: str, dtype: type) -> None:
 def test_xla_rounds_to_narrow_numbers_as_numpy(dtype: type) -> None:
     """All of the dtype's, those halfway between two, and their neighbours."""
     size = np.dtype(dtype).itemsize
-    with np.errstate(invalid="ignore"):  # some are no numbers
+    with np.errstate(invalid="ignore"):  # some are not numbers
         every = np.arange(256**size, dtype=f"u{size}").view(dtype).astype(np.float64)
     every = np.unique(every[np.isfinite(every)])
     middles = ((every[1:] + every[:-1]) / 2).astype(np.float32)

@@ -337,6 +337,6 @@ def test_a_process_of_an_earlier_group_saves_nothing(tmp_path, monkeypatch):
         stale.save(2, state=make_state(4.0))
     state = make_state(3.0)
     assert_equal(now.restore(abstract(state)).state, state)
-    alone = Checkpointer(root)  # a run that is not launched has no number, and may go on
+    alone = Checkpointer(root)  # a run that is not launched has no number, and may continue
     alone.begin_epoch(0)
     assert alone.save(4, state=make_state(), force=True)

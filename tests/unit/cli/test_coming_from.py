@@ -32,6 +32,6 @@ def test_keys_of_the_tables_exist(head):
             table = True
         elif table:
             for key in re.findall(r"`([\w.]+)`", cells[2]):
-                assert key in known, f"{key} is no key of {head}"
+                assert key in known, f"{key} is not a key of {head}"
                 found += 1
     assert found >= 6

@@ -74,7 +74,7 @@ def test_what_is_no_fault_of_a_rank_neither_counts_nor_breaks_a_row():
     found = []
     for kind in ("killed", "service", "preempted", "stopped", "slow", "group"):
         attempts.begin(attempts.best)
-        attempts.reach(attempts.best + 1)  # so that it is no lack of progress
+        attempts.reach(attempts.best + 1)  # so that it is not a lack of progress
         found.append(attempts.fail(failed(4, kind=kind)))
     assert found == [None] * 6
     assert not attempts.needs_another_host(failed(4, kind="service"))

@@ -217,7 +217,7 @@ def test_a_dead_agent_is_replaced_with_its_worker(folder: Path):
     named = run.teardowns()[0]
     assert named.keys() >= FACTS
     assert named["host"] == os.uname().nodename
-    assert named["step"] >= 1  # as it was heard last
+    assert named["step"] >= 1  # as it was received last
     assert named["phase"] in ("step", "wait_for_data")
 
 
@@ -298,7 +298,7 @@ def test_events_are_followed_while_a_run_goes_on(folder: Path):
             assert following.stdout is not None
             for line in following.stdout:
                 lines.append(line)
-                if "epoch 1  running: " in line:  # it is there, and the run goes on
+                if "epoch 1  running: " in line:  # it is there, and the run continues
                     drill(run.files.run_dir, "kill", 0)
                 if "epoch 2  running: " in line:
                     run.controller.stop()
@@ -392,9 +392,9 @@ def test_one_that_is_cut_off_is_ended_by_its_agent_before_it_is_replaced(
     named = run.teardowns()[0]
     assert ended[0] < named["time"]
     assert named.keys() >= FACTS
-    assert named["step"] >= 1  # as it was heard last
+    assert named["step"] >= 1  # as it was received last
     assert named["phase"]
-    assert 7.0 < named["time"] - named["since"] < 120.0  # since when nothing was heard
+    assert 7.0 < named["time"] - named["since"] < 120.0  # since when nothing was received
     for done in run.steps():
         assert len(done) <= len(set(done)) + 1  # the step that it met
     assert any("nothing was received from it for 7.5 s" in line for line in run.said)

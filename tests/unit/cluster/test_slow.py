@@ -91,7 +91,7 @@ def test_when_all_are_slow_nobody_is():
 
 
 def test_short_steps_are_judged_by_the_second():
-    """A third of a step of two milliseconds is no evidence."""
+    """A third of a step of two milliseconds is not evidence."""
     group = Group()
     fast = (0.0, 0.001, 0.001)
     every = {f"r{rank}": fast for rank in range(4)}

@@ -29,7 +29,7 @@ class Leaf(Base):
 class Branch:
     type: Literal["branch"] = "branch"
     parts: "tuple[Branch | Leaf, ...]" = ()
-    """What hangs on it."""
+    """What depends on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,11 @@ def test_every_key_has_path_type_default_and_documentation():
             path="tree.root.parts",
             type="tuple[Branch | Leaf, ...]",
             default="[]",
-            doc="What hangs on it.",
+            doc="What depends on it.",
             variant="branch",
         ),
         Field(path="tree.root.parts.N.type", type="branch | leaf", default="required", doc="What "
-              "hangs on it.", variant="branch"),
+              "depends on it.", variant="branch"),
         Field(path="tree.root.parts.N.seed", type="int", default="0", doc="Where randomness "
               "starts, on every host.", variant="leaf"),
         Field(path="tree.root.parts.N.rate", type="float", default="0.5", doc="Plain string.",

@@ -112,7 +112,7 @@ def test_a_step_is_divided_into_data_code_and_what_ran_in_programs(path: Path):
     assert before is not None
     assert after is not None
     assert (inside.in_program, after.in_program) == (True, False)
-    assert before.code_ns == before.busy_ns == 0  # what is told is of the entry to step 1
+    assert before.code_ns == before.busy_ns == 0  # what is reported is of the entry to step 1
     assert 0.2e9 <= before.data_ns < after.data_ns
     assert after.code_ns >= 0.1e9
     assert 0.05e9 <= after.busy_ns <= used

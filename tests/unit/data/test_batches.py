@@ -231,7 +231,7 @@ def on_hosts(hosts: int, read: Callable[..., Any]) -> list[Any]:
 @pytest.mark.parametrize("buffer", [0, 3, 16])
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
 def test_a_finite_split_ends_at_the_same_batch_on_every_host(sources, hosts, buffer):
-    """Also after a stop in its middle, whoever has the longest shard."""
+    """Also after a stop in its middle, whichever process has the longest shard."""
     config = config_of(
         sources, packing=FirstFit(bins=2), epochs=1, prefetch=Prefetch(buffer=buffer)
     )

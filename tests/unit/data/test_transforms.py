@@ -200,7 +200,7 @@ SEEN: list[tuple[str, str, int]] = []
 def test_a_worker_tells_which_record_a_function_of_the_users_has(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also while it makes batches ahead; none is told once the functions are done."""
+    """Also while it makes batches ahead; none receives it once the functions are done."""
     path = tmp_path / "record"
     monkeypatch.setenv("FORNAX_WORKER_RECORD", str(path))
     worker_record.create(path, rank=0, hosts=1, epoch=1)

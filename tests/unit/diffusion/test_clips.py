@@ -27,7 +27,7 @@ def moving(frames: int = 17) -> np.ndarray:
 
 @pytest.mark.parametrize("form", ["png", "webp", "gif"])
 def test_animated_pictures_keep_frames_and_time(form):
-    """At 16 frames a second, whose 62.5 ms no format writes: the last frame ends on time."""
+    """At 16 frames per second, whose 62.5 ms no format writes: the last frame ends on time."""
     video = moving()
     picture = Image.open(io.BytesIO(encode_video(video, form, 16)))
     frames, duration = [], 0

@@ -217,7 +217,7 @@ def test_wrong_configs_of_models_after_images_are_refused(change, message):
 
 
 def test_images_to_draw_after_are_told_apart_by_their_number():
-    """The same two in the other order are another condition; padding their sizes is no option."""
+    """The same two in the other order are another condition; padding their sizes would not do."""
     graphdef, state, condition = made("references")
     module = nnx.merge(graphdef, state)
     call = jax.jit(lambda references: module(X, TIME, replaced(condition, references)))

@@ -277,7 +277,7 @@ def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, t
 
 @pytest.mark.slow
 def test_moments_of_latents_are_those_of_each_autoencoder():
-    """Latents that are no distribution have no deviation; an image in a video's autoencoder is a
+    """Latents that are not a distribution have no deviation; an image in a video's autoencoder is a
     video of one frame."""
     dc = create(
         AUTOENCODER_DC,

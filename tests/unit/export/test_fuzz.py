@@ -29,7 +29,7 @@ def damaged(file: Path, seed: int) -> bytes:
 
 
 def load_damaged(source: Path, work: Path, kind: str) -> None:
-    """Damage one file of that kind after another and load the bundle, sealed anew by an enemy."""
+    """Damage one file of that kind after another and load the bundle, sealed again by an enemy."""
     for seed in range(_CASES):
         root = work / f"{kind}-{seed}"
         shutil.copytree(source, root)

@@ -128,7 +128,7 @@ def test_a_pipe_in_the_place_of_a_listed_file_holds_nobody(copy):
 
 
 def _release(pipe: Path) -> None:
-    """Let go of who waits at a pipe, so that a test that fails ends."""
+    """Release who waits at a pipe, so that a test that fails ends."""
     with contextlib.suppress(OSError):
         os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
 
@@ -361,7 +361,7 @@ def test_a_graph_that_calls_python_is_refused_before_it_is_compiled(copy):
 )
 @given(data=st.data())
 def test_any_edited_manifest_is_read_whole_or_refused(sealed, data):
-    """Whatever stands at one place of a manifest, reading ends with a manifest or BundleError."""
+    """Whatever is at one place of a manifest, reading ends with a manifest or BundleError."""
     body = json.loads((sealed / "manifest.json").read_text())
     at, parent, key = body, None, None
     while isinstance(at, dict | list) and at and (parent is None or data.draw(st.booleans())):

@@ -1,4 +1,4 @@
-"""The linear map: values and gradients are those of a plain product, whatever the axes."""
+"""The linear layer: values and gradients are those of a plain product, whatever the axes."""
 
 import math
 import re

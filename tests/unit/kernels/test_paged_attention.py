@@ -131,7 +131,7 @@ def _parts(options: str) -> int:
 
 
 def _cache(kv: jax.Array, dtype: Any) -> kernels.Pages:
-    """The cache in `dtype`; of codes as they may come, with scales that are no numbers."""
+    """The cache in `dtype`; of codes as they may come, with scales that are not numbers."""
     if dtype not in DTYPES:
         return kv.astype(dtype)
     scales = jnp.full((*kv.shape[:2], 1, kv.shape[2] * kv.shape[3]), jnp.nan)

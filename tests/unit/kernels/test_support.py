@@ -30,7 +30,7 @@ def test_what_is_called_lowered_for_cuda_is(
     call = sample_call(operation, implementation, "gpu")
     if implementation == "tokamax" and one.reason(call) is not None:
         pytest.skip(
-            "it asks the GPU at hand; tests/device lowers its kernels where it is installed"
+            "it asks this machine's GPU; tests/device lowers its kernels where it is installed"
         )
     assert one.reason(call) is None
     with kernels.target_platform("gpu"):

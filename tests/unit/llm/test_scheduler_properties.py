@@ -108,13 +108,13 @@ class Device:
         return tokens
 
     def carry_states(self, entries: list[Entry], chains: list[list[int]]) -> None:
-        """Go on from each sequence's state; all are read before any is written."""
+        """Continue from each sequence's state; all are read before any is written."""
         if (states := self.manager.states) is None:
             return
         for entry, digests in zip(entries, chains, strict=True):
             if entry.start:
                 found = self.states[states.slot_of(entry.row, entry.state)]
-                assert found == digests[entry.start - 1], "a sequence goes on from another state"
+                assert found == digests[entry.start - 1], "a sequence continues from another state"
         for entry, digests in zip(entries, chains, strict=True):
             versions = range(entry.count) if entry.drafts else (entry.next_state,)
             ends = range(entry.start, entry.stop) if entry.drafts else (entry.stop - 1,)

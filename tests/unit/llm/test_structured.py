@@ -256,7 +256,7 @@ def test_a_text_ends_only_where_it_may(compiler: GrammarCompiler, tokenizer: Tok
     assert _spells(grammar, tokenizer, "abc")
     assert _allowed(grammar) == [eos]
     assert grammar.advance(eos)
-    assert grammar.advance(eos), "ignore_eos goes on with ends of text"
+    assert grammar.advance(eos), "ignore_eos continues with ends of text"
     assert not grammar.advance(int(tokenizer.encode("x")[0]))
 
 

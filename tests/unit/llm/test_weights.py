@@ -213,7 +213,7 @@ def test_what_products_cannot_take_is_dequantized_and_said(
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}], ids=str)
 def test_what_is_described_is_what_is_loaded(options, llama: Path, tmp_path: Path) -> None:
-    """`quantization` rounds anew what the file has."""
+    """`quantization` rounds again what the file has."""
     folder = quantize_folder(llama, tmp_path / "gptq", "gptq")
     config = EngineConfig(dtype="bfloat16", **options)
     weights = load_weights(folder, config)

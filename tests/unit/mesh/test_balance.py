@@ -48,7 +48,7 @@ def test_parts_are_paired_from_both_ends() -> None:
     [
         (64, 1, False),
         (64, 4, True),
-        (60, 4, False),  # no two parts a device
+        (60, 4, False),  # no two parts per device
         (1024, 4, True),
         (512, 4, False),  # a device's 128 tokens are a kernel's block, half of them are none
         (131072, 8, True),

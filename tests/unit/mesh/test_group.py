@@ -29,7 +29,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[tuple[Leader, list[Member]
 
         def join(known: Credentials, token: str) -> socket.socket:
             link = known.dial(socket.create_connection(listener.getsockname(), timeout=60))
-            with contextlib.suppress(LinkError):  # it was sent away amid the handshake
+            with contextlib.suppress(LinkError):  # it was sent away during the handshake
                 frames.send(link, Frame(kind=Kind.JOIN, facts={"token": token}))
             return link
 

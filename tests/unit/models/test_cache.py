@@ -56,7 +56,7 @@ def test_left_padded_rows_equal_one_pass(name: str) -> None:
 
 
 def test_padding_between_chunks_is_skipped(name: str) -> None:
-    """A row that had nothing to say for a while goes on where it was."""
+    """A row that had nothing to say for a while continues where it was."""
     tokens, ids = tokens_of(2, LENGTH), np.ones((2, LENGTH), np.int32)
     ids[1, 4:7] = 0
     found = _in_chunks(name, tokens, ids, [6, 6, 1, 1, 1, 1])

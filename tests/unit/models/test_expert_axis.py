@@ -1,6 +1,6 @@
 """Experts divided over devices: outputs and gradients are those of one device, however routed.
 
-Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts a token.
+Legend: B batch, T tokens, D model width, F width of an expert, E experts, k experts per token.
 """
 
 import functools
@@ -152,7 +152,7 @@ def test_rows_with_room_are_those_of_one_device(how: str, mesh: str, form: str) 
 
 
 def test_dropping_is_that_of_rows_in_order_on_any_mesh() -> None:
-    """Also where the length lies in balanced order over devices."""
+    """Also where the length is in balanced order over devices."""
     experts_BTk = _inputs("all for one", 8, 3, 16)[2]
     want = experts_BTk.copy()
     for row in want:

@@ -30,7 +30,7 @@ VALUES = {
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Decoder, Path]:
-    """A model whose biases and sinks are no zeros, and its files."""
+    """A model whose biases and sinks are not zeros, and its files."""
     model = create_decoder(config_from_hf(VALUES))
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)

@@ -120,7 +120,7 @@ def test_states_are_divided_by_group_or_within_groups() -> None:
 
 @pytest.mark.slow
 def test_files_are_read_back(tmp_path: Path) -> None:
-    """Gate, inputs, B, C and steps behind one another; whole and on a mesh."""
+    """Gate, inputs, B, C and steps one after another; whole and on a mesh."""
     experts = ExpertsConfig(
         num_experts=4, experts_per_token=2, intermediate_size=8, shared_intermediate_size=12
     )

@@ -92,7 +92,7 @@ def test_pages_of_wider_and_joined_heads_give_the_same_logits(
 
 
 MOST_KL = 1e-3
-"""Nats a token, mean."""
+"""Nats per token, mean."""
 
 
 @pytest.mark.parametrize("codes", [jnp.int8, jnp.float8_e4m3fn])

@@ -54,5 +54,5 @@ def test_a_rotation_reads_its_input_and_writes_its_result() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     # Arrays of the queries' size: the product writes one, its gradients read two and write one, a
-    # gradient that comes in by heads is laid out anew by two, and each rotation takes two.
+    # gradient that comes in by heads is laid out again by two, and each rotation takes two.
     assert float(done.stdout) < 11

@@ -42,7 +42,7 @@ def _names(jaxpr: Jaxpr, above: Name = ()) -> Iterator[Name]:
 
 
 def _is_named(path: Name, names: Iterable[Name]) -> bool:
-    """Whether the parts of a path stand in some name, in order."""
+    """Whether the parts of a path are in some name, in order."""
 
     def within(name: Name) -> bool:
         rest = iter(name)

@@ -191,7 +191,7 @@ def test_a_round_counts_drawing_scoring_and_all_steps(model):
     assert found.score_seconds == pytest.approx(2 * (score.step_seconds + reference.step_seconds))
     assert found.train_seconds == pytest.approx(4 * step.step_seconds)
     assert plan.speed.step_seconds == pytest.approx(found.seconds / 4)
-    # Weights and cache of the engine, and the reference, lie beside every program.
+    # Weights and cache of the engine, and the reference, are held beside every program.
     weights = step.memory.owned("parameters")
     engine = {program.memory.owned("sampler") for program in plan.programs}
     assert len(engine) == 1

@@ -31,7 +31,7 @@ LETTERS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def little_before() -> None:
-    """A preflight compiles much: what earlier tests compiled is let go first."""
+    """A preflight compiles much: what earlier tests compiled is freed first."""
     let_programs_go(above=600)
 
 

@@ -390,7 +390,7 @@ def unturned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head's value stands before its key in the up-projection; both are as wide here."""
+    """A head's value comes before its key in the up-projection; both are as wide here."""
     split = jnp.split
 
     def other_way(x: jax.Array, at: Any, axis: int = 0) -> Any:
@@ -736,7 +736,7 @@ def stale_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stale_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage keeps what it made, and the next one goes on with its own."""
+    """A stage keeps what it made, and the next one continues with its own."""
     advance = pipeline._Ring._advance
 
     def kept(self: Any, tick: jax.Array, slots: jax.Array, new: jax.Array) -> Any:
@@ -747,7 +747,7 @@ def stale_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def neighbours_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What belongs to the rows of a microbatch stays where it is, and its rows go on."""
+    """What belongs to the rows of a microbatch stays where it is, and its rows continue."""
     advance = pipeline._Ring.advance
 
     def alone(self: Any, tick: jax.Array, waiting: Any, made: Any) -> Any:

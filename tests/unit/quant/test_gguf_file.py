@@ -22,7 +22,7 @@ TEXT = "def f(x):\n    return {'a': x ** 2, 'naïve': [1, 22, 4096]}  # it's"
 
 @pytest.mark.slow
 def test_a_float32_file_is_the_directory(model: Path, tmp_path: Path):
-    """To the bit, the rotated halves of heads included; and its tokenizer gives the same tokens."""
+    """Bit for bit, rotated halves of heads included; its tokenizer gives the same tokens."""
     quantize_gguf(model, tmp_path / "model.gguf", GGUF_SCHEMES["f32"])
     want, read = (flat_variables(load_pretrained(x)) for x in (model, tmp_path / "model.gguf"))
     assert want.keys() == read.keys()
@@ -37,7 +37,7 @@ def test_a_float32_file_is_the_directory(model: Path, tmp_path: Path):
 def test_the_command_says_what_it_wrote(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Rows of 128 are no blocks of 256: those matrices are Q8_0."""
+    """Rows of 128 are not blocks of 256: those matrices are Q8_0."""
     out = tmp_path / "model.Q4_K_M.gguf"
     assert main(["quantize", str(model), "--scheme", "Q4_K_M", "--out", str(out)]) == 0
     types = {name: x.type.name for name, x in open_gguf(out).tensors.items()}

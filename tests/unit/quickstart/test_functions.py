@@ -7,7 +7,7 @@ from fornax.quickstart.functions import pairs_of, write_pairs
 
 SOURCE = '''
 class Shape:
-    """A class is no function."""
+    """A class is not a function."""
 
     @property
     def name(self):

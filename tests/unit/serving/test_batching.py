@@ -38,7 +38,7 @@ def test_rows_are_cut_where_two_runs_cost_less_than_padding():
     cut = RowPlan((1, 8, 32), 32, cheap)
     assert cut.rows(9) == 8  # 3 + 1 < 10
     assert cut.rows(31) == 31  # three of 8 and seven of 1 cost more
-    slowed = {1: 5.0, 8: 50.0, 32: 10.0}  # by something else: 8 rows are no dearer than 32
+    slowed = {1: 5.0, 8: 50.0, 32: 10.0}  # by something else: 8 rows cost no more than 32
     assert RowPlan((1, 8, 32), 32, slowed).rows(8) == 8
     flat = RowPlan((1, 8, 32), 32, dict.fromkeys(cheap, 1.0))
     assert [flat.rows(n) for n in (9, 32, 500)] == [9, 32, 32]
@@ -95,7 +95,7 @@ def test_a_plan_of_a_million_rows_holds_an_entry_a_bucket():
     assert cut.rows(10**6) == 10**6
     assert cut.rows(100_007) == 100_000
     assert cut.rows(11_000) == 10_000
-    assert tracemalloc.get_traced_memory()[1] < 100_000  # one entry a row took 8 MB
+    assert tracemalloc.get_traced_memory()[1] < 100_000  # one entry per row took 8 MB
     tracemalloc.stop()
 
 

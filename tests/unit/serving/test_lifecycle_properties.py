@@ -95,7 +95,7 @@ class World:
 
     async def do_deploy(self, version: int, fault: str) -> None:
         self.count += 1
-        behaviour = {fault: "as the test wants"} if fault else {}
+        behaviour = {fault: "as the test asks"} if fault else {}
         deploy(self.root, "m", version, offset=self.count, **behaviour)
 
     async def do_half(self, version: int) -> None:
@@ -129,7 +129,7 @@ class World:
         await asyncio.sleep(0.001)
 
     async def command(self, version: str = "", *, name: str) -> None:
-        """What waits for loads or drains goes on beside the steps that follow."""
+        """What waits for loads or drains continues beside the steps that follow."""
         host = self.r.host
         call = {"load": host.load, "unload": host.unload, "rollback": host.rollback}.get(name)
         work = host.poll() if name == "poll" else None
@@ -207,7 +207,7 @@ class World:
         for folder in (self.root / "m").iterdir():
             if folder.name.isdigit():
                 text = (folder / "content").read_text()
-                whole = text != "{" and "wants" not in text
+                whole = text != "{" and "asks" not in text
                 if whole or int(folder.name) in model.serving:
                     good.append(int(folder.name))
         if max(good):

@@ -334,7 +334,7 @@ def test_a_profile_ends_by_itself_and_with_the_server(tmp_path):
         async with asyncio.timeout(120):
             while not list(first.rglob("*.xplane.pb")) or profiler.running:
                 await asyncio.sleep(0.02)
-        # Whoever stops it too late gets it all the same, once.
+        # A process that stops it too late gets it all the same, once.
         assert await profiler.stop() == first
         second = await profiler.start(30.0)
         await profiler.close()

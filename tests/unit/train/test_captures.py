@@ -135,7 +135,7 @@ def test_a_request_from_before_the_run_and_one_at_its_end_are_refused(tmp_path: 
     result = run(tmp_path, slope(before))
     assert result.reason == "finished"
     assert "did not run when this was asked" in answer_of(early)["error"]
-    # Nobody looked after the last step: whoever starts the run again is told.
+    # Nobody looked after the last step: who starts the run again is warned.
     run(tmp_path, steps=10)
     assert "did not run when this was asked" in answer_of(late[0])["error"]
 

@@ -56,7 +56,7 @@ TASK = Task(
 
 
 def oracle(w: np.ndarray) -> tuple[float, np.ndarray]:
-    """Loss and gradient in float64; the centre is no function of the weights."""
+    """Loss and gradient in float64; the centre is not a function of the weights."""
     x, weight = (ROWS[name].astype(np.float64) for name in ("x", "weight"))
     share = weight / weight.sum()
     y = np.tanh(x @ w)

@@ -216,7 +216,7 @@ def test_a_chip_without_a_price_is_said_before_training(tmp_path: Path):
 
 @pytest.mark.usefixtures("no_report")
 def test_a_run_in_pieces_equals_the_whole(whole: Path, tmp_path: Path):
-    """Stopped by a request after the data ended early, then gone on with."""
+    """Stopped by a request after the data ended early, then continued."""
     config = dataclasses.replace(CONFIG, log=LogConfig(every=1))
     first = train(config, tmp_path, task=task(limit=6), progress="none")
     assert (first.reason, first.step, first.exit_code) == ("data", 6, 0)

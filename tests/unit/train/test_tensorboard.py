@@ -56,7 +56,7 @@ def test_on_a_full_disk_events_are_lost_and_nothing_waits(tmp_path: Path):
     began = time.monotonic()
     board.write({"step": 1, "time": 1.0, "loss": 2.0})
     os.close(full)
-    for step in (2, 3):  # the file, which may end amid an event, is left for another
+    for step in (2, 3):  # the file, which may end in the middle of an event, is left for another
         board.write({"step": step, "time": 1.0, "loss": 2.0})
     board.close()
     assert time.monotonic() - began < 100

@@ -1,6 +1,6 @@
 """A tiny Qwen3-MoE, and what it computes written down plainly, in float64.
 
-Legend: T tokens, D width, V vocabulary, E experts, k experts a token, L layers with experts.
+Legend: T tokens, D width, V vocabulary, E experts, k experts per token, L layers with experts.
 """
 
 import functools

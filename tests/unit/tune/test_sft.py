@@ -72,7 +72,7 @@ def copied(state: Any) -> Any:
 
 
 def redrawn(state: Any, seed: int) -> Any:
-    """A first state whose adapters are drawn anew; B stays zero."""
+    """A first state whose adapters are drawn again; B stays zero."""
     rng = np.random.default_rng(seed)
 
     def draw(x: jax.Array) -> jax.Array:

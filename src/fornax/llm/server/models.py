@@ -69,7 +69,7 @@ async def model(name: str, server: ServerDep) -> Model:
     for each in _models(server):
         if each.id == name:
             return each
-    raise server.unknown(name)
+    raise server.unknown(name, server.engine.loras())
 
 
 def _models(server: Server) -> list[Model]:

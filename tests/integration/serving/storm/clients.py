@@ -85,7 +85,7 @@ class Storm:
             yield channel
 
     async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """One call that is no inference: status and document."""
+        """One call that is not an inference: status and document."""
         data = b"" if body is None else json.dumps(body).encode()
         async with self.connection() as connection, asyncio.timeout(_LATE):
             status, headers, found = await connection.ask(http.request(method, path, data))

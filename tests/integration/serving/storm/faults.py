@@ -135,7 +135,7 @@ class Faults:
                 await asyncio.sleep(0.1)
 
     async def rotten(self, rng: random.Random) -> None:
-        """The files of a version that serves rot on the disk, and are mended later."""
+        """The files of a version that serves rot on the disk, and are corrected later."""
         model = rng.choice(world.MODELS)
         version = rng.choice(["1", "2"])
         target = self.root / model / version
@@ -166,7 +166,7 @@ class Faults:
                     place.with_name(f".{path.name}").replace(place)
 
     async def confused(self, rng: random.Random) -> None:
-        """serving.yaml becomes what cannot be read, or says something else, and is mended."""
+        """serving.yaml becomes what cannot be read, or says something else, and is corrected."""
         model = rng.choice(world.MODELS)
         path = self.root / model / "serving.yaml"
         good = world.SETTINGS[model]

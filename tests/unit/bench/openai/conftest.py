@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 WORD = 7
-"""/tokenize makes one token of so many characters."""
+"""/tokenize makes one token of N characters."""
 
 
 @dataclass
@@ -23,9 +23,9 @@ class FakeServer:
     gap_s: float = 0.0
     status: int = 200
     fail_every: int = 0
-    """Every so many requests: status 503."""
+    """Every Nth request: status 503."""
     break_every: int = 0
-    """Every so many requests: the connection closes in the middle of the stream."""
+    """Every Nth request: the connection closes in the middle of the stream."""
     close_after_answer: bool = False
     """Close the connection after each answer without saying so."""
     bodies: list[dict[str, Any]] = field(default_factory=list)

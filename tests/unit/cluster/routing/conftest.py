@@ -44,7 +44,7 @@ async def piece(send: Send, body: bytes, more: bool = True) -> None:
 
 
 class Upstream:
-    """A server that notes what its router asks, and answers as it is told."""
+    """A server that notes what its router asks, and answers as the test asks."""
 
     def __init__(self, number: int, answer: Answer, credentials: Credentials):
         self.number = number

@@ -326,7 +326,7 @@ def test_a_stream_moves_to_another_replica_between_requests(router: Routed):
             np.testing.assert_array_equal(outputs_of(answer)["x"], X["x"])
         assert router.asked() == [2, 2]
         wait(lambda: not any(each.running for each in router.pool.replicas.values()))
-        break_off(router.upstreams[0])  # it owes nothing, and nobody notices
+        break_off(router.upstreams[0])  # nothing is left to send, and nobody notices
         for number in range(4):
             stream.send("echo", str(number))
             assert stream.read().infer_response.id == str(number)
@@ -341,7 +341,7 @@ def test_requests_of_a_stream_that_a_replica_did_not_answer_go_to_another_once(r
         stream.send("echo", "c")
         assert stream.read().infer_response.id == "a"
         wait(lambda: sum(router.asked()) == 3)
-        # Not always the one that answered "a": that owed nothing if "b" came late.
+        # Not always the one that answered "a": that had nothing left to send if "b" came late.
         [first] = [n for n, each in router.pool.replicas.items() if each.running]
         before = router.asked()
         before[1 - first] += 2

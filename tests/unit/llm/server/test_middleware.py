@@ -168,7 +168,7 @@ def test_a_full_queue_gets_429(make_app, monkeypatch):
     monkeypatch.setattr(type(app.engine), "num_unfinished", app.engine.max_num_seqs + 4)
     reply = app.post("/v1/completions", BODY)
     assert reply.status_code == 429
-    assert "4 completions wait" in reply.json()["error"]["message"]
+    assert "4 requests wait" in reply.json()["error"]["message"]
 
 
 def test_before_ready_503_says_how_far_compiling_is(app):

@@ -123,8 +123,8 @@ def plan_experts(load: float = 1.0, topology: str = "v5e:2x4", **mesh: int) -> E
 
 
 def test_a_capacity_makes_buffers_smaller() -> None:
-    """Two experts a token, two of eight on a device: room for 4 times an even load, or 1.25 times;
-    and so much is the most that the busiest device runs."""
+    """Two experts per token, two of eight on a device: room for 4 times an even load, or
+    1.25 times; and so much is the most that the busiest device runs."""
     mesh = {"fsdp": 2, "expert": 4}
     found = [
         estimate(

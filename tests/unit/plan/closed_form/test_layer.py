@@ -209,7 +209,7 @@ def _has_rows(shape: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(("model", "remat"), CASES)
 def test_kept_values_are_those_that_differentiation_keeps(model: str, remat: str) -> None:
-    """Bytes a token kept by each policy, against the residuals of the real decoder."""
+    """Bytes per token kept by each policy, against the residuals of the real decoder."""
     config, policy = _model(**MODELS[model]), REMATS[remat]
     local = local_step(_config(config, policy), parse_topology("v5e:1x1"))
     found = [replay(config, local.shares, policy_of(policy), kind) for kind in config.layer_kinds()]

@@ -63,7 +63,7 @@ def test_products_are_the_compiled_programs(name: str) -> None:
 
 
 def test_rounding_weights_takes_memory_and_time() -> None:
-    """Of all linear maps of the layers, in the parameters' dtype; in another they are rounded into
+    """Of all linear layers, in the parameters' dtype; in another they are rounded into
     the cast."""
     row = COMPILED["small-fsdp-context-dots"]
     config = from_mapping(TrainConfig, row["config"])

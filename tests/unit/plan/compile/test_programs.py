@@ -78,7 +78,7 @@ def test_what_does_not_divide_is_said_as_the_run_would_say_it(config: TrainConfi
         ({"batch_size": 16}, False),
         ({"remat": "full"}, False),
         ({"steps": 5}, False),  # the learning rate's schedule is part of the step
-        ({"data": {"virtual_shards": 16}}, False),  # a note speaks of it
+        ({"data": {"virtual_shards": 16}}, False),  # a note mentions it
     ],
     ids=str,
 )

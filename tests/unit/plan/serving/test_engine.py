@@ -186,7 +186,7 @@ def test_an_engine_for_an_accelerator_takes_its_share() -> None:
     # a device's share of 32 tokens is 16 KiB
     assert plan.limits.page_size == 32
     assert plan.limits.num_pages == (256 * math.ceil(512 / 32) + 1,)
-    # as TPUs store them: one key head on a device is 128 wide, several lie beside their values
+    # as TPUs store them: one key head on a device is 128 wide, several are next to their values
     assert plan.limits.cache_heads == (CacheHeads(4, 128),)
     alone = EngineConfig(max_model_len=512)
     heads = describe_engine(served(MODELS["llama"], "bfloat16"), alone, topology).limits.cache_heads

@@ -234,7 +234,7 @@ def test_a_run_that_the_doctor_refuses_does_not_begin(
     assert tune(off, tmp_path / "run", progress="none") == "trained"
     begun = SimpleNamespace(latest_step=lambda: 3)
     monkeypatch.setattr("fornax.tune.run.Checkpointer", lambda path: begun)
-    assert tune(config, tmp_path / "run", progress="none") == "trained", "it goes on"
+    assert tune(config, tmp_path / "run", progress="none") == "trained", "it continues"
     assert len(seen) == 1
 
 

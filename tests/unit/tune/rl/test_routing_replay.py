@@ -1,6 +1,6 @@
 """Routing replay, and tuning of a mixture beside a plain float64 reference.
 
-Legend: R rows, T tokens of a row, L layers with experts, k experts a token.
+Legend: R rows, T tokens of a row, L layers with experts, k experts per token.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def sampler(tokenizer: Tokenizer) -> Iterator[LLMSampler]:
-    """Pages for a few sequences alone: some are pushed out and computed anew."""
+    """Pages for a few sequences alone: some are pushed out and computed again."""
     engine = EngineConfig(
         max_num_seqs=4,
         max_num_batched_tokens=4,
@@ -142,7 +142,7 @@ def test_rejected_drafts_leave_no_experts(tokenizer: Tokenizer) -> None:
 
 
 class Shout:
-    """Wants one more turn."""
+    """Asks for one more turn."""
 
     tools = ()
 

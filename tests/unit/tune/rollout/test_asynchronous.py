@@ -161,7 +161,7 @@ def collect(sampler, index):
 
 
 def batches_of(sampler, model, count, save_at=None):
-    """What a run of the engine makes; with `save_at` it is saved and gone on with in between."""
+    """What a run of the engine makes; with `save_at` it is saved and continued in between."""
     options = {"save": rollouts_to_arrays, "load": rollouts_from_arrays}
     rollouts = AsyncRollouts(sampler, collect, **options)
     found = []

@@ -11,7 +11,7 @@ from fornax.tune.rollout import SampleSettings, Turn, sample_seed
 
 
 class Shout:
-    """Wants one more turn; its reward tells the task's seed."""
+    """Asks for one more turn; its reward tells the task's seed."""
 
     tools = ()
 
@@ -30,7 +30,7 @@ class Shout:
 
 
 class Silent:
-    """Is no environment."""
+    """Is not an environment."""
 
 
 def prompts_of(tokenizer, count):

@@ -607,7 +607,7 @@ def test_an_engine_behind_a_socket_draws_what_it_draws_by_shards(
 
 
 class Dawdler:
-    """Answers after a while that differs from run to run, and asks for more where it was told."""
+    """Answers after a while that differs from run to run, and asks for more if so made."""
 
     tools = ()
 

@@ -37,7 +37,7 @@ TURN = SampleSettings(max_tokens=12, temperature=1.5)
 
 
 class Echo:
-    """Says what it is told to, a number of times; remembers what it heard."""
+    """Says what it is given, a number of times; remembers what it received."""
 
     tools = ()
 
