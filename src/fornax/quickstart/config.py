@@ -2,40 +2,24 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from fornax.config.errors import ConfigError
 from fornax.data import BuildConfig, DataConfig, Dataset, Stdlib, TrainBpe
 from fornax.mesh import DtypePolicy
 from fornax.models import DecoderConfig
 from fornax.optim import AdamW, Linear, Muon, OptimConfig
+from fornax.quickstart.stages import SizeName, StagesConfig
 from fornax.quickstart.tuning import Tuning
 from fornax.train import EvalConfig, ProfileConfig, TrainConfig
 
-__all__ = ["SIZES", "QuickstartConfig", "Size", "SizeName"]
-
-SizeName = Literal["small", "tiny"]
+__all__ = ["SIZES", "QuickstartConfig", "Size"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuickstartConfig:
+class QuickstartConfig(StagesConfig):
     """From the text on this machine to a model that other tools load."""
 
-    size: SizeName = "small"
-    """small: minutes on two cores; tiny: under two, to see that everything works."""
     run_dir: Path = Path("runs/quickstart")
     """Where everything is written; a second call resumes from there."""
-    steps: int | None = None
-    """Steps of pretraining; none: as many as the size has."""
-    seed: int = 0
-    """Seed of the weights, of the order of the data, and of the samples."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be 1 or more")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
 
 
 @dataclass(frozen=True, kw_only=True)

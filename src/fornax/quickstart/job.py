@@ -1,4 +1,4 @@
-"""What the quickstart's stages share: settings, places, and how a stage says it was stopped."""
+"""What the quickstart's stages share: settings and places."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,7 @@ from rich.console import Console
 
 from fornax.quickstart.config import QuickstartConfig, Size
 
-__all__ = ["Interrupted", "Job"]
+__all__ = ["Job"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +67,3 @@ class Job:
     def adapter(self) -> Path:
         """The supervised run's adapter for the pretrained model, in PEFT's format."""
         return self.run_dir / "adapter"
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop
-    """Training was stopped by a signal, with everything saved."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(exit_code)
-        self.exit_code = exit_code

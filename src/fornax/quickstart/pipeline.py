@@ -16,15 +16,15 @@ from fornax.data.files import Storage
 from fornax.models import load_pretrained
 from fornax.quickstart import hosting, profiled, quantized
 from fornax.quickstart.child import not_installed
-from fornax.quickstart.config import SIZES, QuickstartConfig, Size
+from fornax.quickstart.config import SIZES, QuickstartConfig
 from fornax.quickstart.hosting import MODEL, export_score, serve_and_score
-from fornax.quickstart.job import Interrupted, Job
+from fornax.quickstart.job import Job
 from fornax.quickstart.post_training import STAGES as POST_TRAINING
 from fornax.quickstart.report import write_report
 from fornax.quickstart.samples import PROMPTS, complete
 from fornax.quickstart.score import bits_per_byte, yardsticks
 from fornax.quickstart.serving import CHAT_TEMPLATE
-from fornax.quickstart.stages import Done, Stage, Stages
+from fornax.quickstart.stages import Interrupted, Stage, all_stages
 from fornax.train import convert, train
 
 __all__ = ["run"]
@@ -54,11 +54,8 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
         f"Fornax quickstart ({config.size}, {size.minutes} on two cores) in {config.run_dir}"
     )
     began = time.perf_counter()
-    stages = Stages(config.run_dir / "stages", _inputs(config, size))
-    done: dict[str, Done] = {}
     try:
-        for number, stage in enumerate(_stages(job), start=1):
-            done[stage.name] = _show(console, stages, stage, number)
+        done = all_stages(config, size, _stages(job), console)
     except Interrupted as stopped:
         console.print("stopped, everything saved; the same command resumes from here")
         return stopped.exit_code
@@ -75,24 +72,6 @@ def run(config: QuickstartConfig, *, console: Console | None = None) -> int:
     for line in closing:
         console.print(line, soft_wrap=True)  # whole, so that a command can be copied
     return 0
-
-
-def _inputs(config: QuickstartConfig, size: Size) -> dict[str, object]:
-    described = {k: v for k, v in dataclasses.asdict(size).items() if k != "minutes"}
-    return {
-        **described,
-        "size": config.size,
-        "seed": config.seed,
-        "steps": config.steps or size.steps,
-    }
-
-
-def _show(console: Console, stages: Stages, stage: Stage, number: int) -> Done:
-    console.print(f"\n[bold]{number}. {stage.title}[/bold]")
-    done = stages.run(stage)
-    kept = "kept from before" if done.reused else f"{done.seconds:.1f} s"
-    console.print(f"   {stage.summary(done.result)}  [dim]({kept})[/dim]")
-    return done
 
 
 def _stages(job: Job) -> list[Stage]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from fornax.quickstart.functions import write_pairs
 from fornax.quickstart.gain import AFTER, BEFORE, beyond_spread, measure
-from fornax.quickstart.job import Interrupted, Job
+from fornax.quickstart.job import Job
 from fornax.quickstart.serving import CHAT_TEMPLATE
+from fornax.quickstart.stages import Interrupted
 from fornax.train import TrainResult, convert
 from fornax.tune import tune
 

@@ -224,7 +224,7 @@ def _stages(done: Mapping[str, Done]) -> Section:
     items = [(_STAGES[name], stage.seconds) for name, stage in done.items()]
     return Section(
         title="The whole quickstart",
-        lead="Seconds a stage. Pretraining's own time is broken down above.",
+        lead="Seconds per stage. Pretraining's own time is broken down above.",
         body=bars("Seconds", items, unit="seconds", highlight=_STAGES["pretrain"], fmt="{:.1f}"),
     )
 

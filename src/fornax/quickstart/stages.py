@@ -8,17 +8,41 @@ says so, never a silent mixture of two runs.
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from rich.console import Console
 
 from fornax.config.errors import ConfigError
 from fornax.config.files import write_whole
 
-__all__ = ["Done", "Stage", "Stages"]
+__all__ = ["Done", "Interrupted", "SizeName", "Stage", "Stages", "StagesConfig", "all_stages"]
 
 Result = dict[str, Any]
+SizeName = Literal["small", "tiny"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesConfig:
+    """What every quickstart takes; each has its own default of `run_dir`."""
+
+    size: SizeName = "small"
+    """small: minutes on two cores; tiny: about two, to see that everything works."""
+    run_dir: Path
+    """Where everything is written; a second call resumes from there."""
+    steps: int | None = None
+    """Steps of training; none: as many as the size has."""
+    seed: int = 0
+    """Seed of the weights, of the order of the data, and of the samples."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
 
 
 @dataclass(frozen=True)
@@ -41,6 +65,14 @@ class Done:
     seconds: float
     """How long it took, over all the calls that it needed."""
     reused: bool
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: the run was asked to stop
+    """Training was stopped by a signal, with everything saved."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
 
 
 class Stages:
@@ -95,6 +127,41 @@ class Stages:
             write_whole(path, json.dumps(value, indent=1))
         except OSError as error:
             raise _refused(path, error) from error
+
+
+def all_stages(
+    config: StagesConfig,
+    size: Any,
+    stages: Iterable[Stage],
+    console: Console,
+    **more: object,
+) -> dict[str, Done]:
+    """Run the stages in order, those that are done not again, and show a line of each.
+
+    Args:
+      config: of the quickstart.
+      size: what its size means, a dataclass with `steps`; the text in `minutes` may change.
+      stages: in order.
+      console: where the lines go.
+      more: what else another quickstart in the same directory would differ by.
+
+    Returns:
+      Each stage's result, by its name.
+
+    Raises:
+      Interrupted: a signal stopped one; everything is saved.
+      ConfigError: the directory holds results made from other inputs, or cannot be written.
+    """
+    inputs = {name: value for name, value in asdict(size).items() if name != "minutes"} | more
+    inputs |= {"size": config.size, "seed": config.seed, "steps": config.steps or size.steps}
+    kept = Stages(config.run_dir / "stages", inputs)
+    done: dict[str, Done] = {}
+    for number, stage in enumerate(stages, start=1):
+        console.print(f"\n[bold]{number}. {stage.title}[/bold]")
+        done[stage.name] = found = kept.run(stage)
+        took = "kept from before" if found.reused else f"{found.seconds:.1f} s"
+        console.print(f"   {stage.summary(found.result)}  [dim]({took})[/dim]")
+    return done
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from fornax.config.errors import ConfigError
 from fornax.quickstart import SIZES, QuickstartConfig, pipeline, post_training
-from fornax.quickstart.job import Interrupted, Job
-from fornax.quickstart.stages import Stage
+from fornax.quickstart.job import Job
+from fornax.quickstart.stages import Interrupted, Stage
 
 
 @pytest.mark.parametrize("stage", [post_training._sft, post_training._grpo])

@@ -2,42 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from fornax.checkpoint import CheckpointConfig
-from fornax.config.errors import ConfigError
 from fornax.diffusion.config import DiffusionConfig, DiT, SampleConfig
 from fornax.diffusion.data import LettersConfig
 from fornax.diffusion.objectives import Objective
 from fornax.diffusion.prompts import WordsConfig
 from fornax.mesh import DtypePolicy
 from fornax.optim import EMA, AdamW, Linear, Muon, OptimConfig
+from fornax.quickstart.stages import SizeName, StagesConfig
 from fornax.train import EvalConfig, LogConfig
 
-__all__ = ["SIZES", "LettersQuickstartConfig", "Size", "SizeName"]
-
-SizeName = Literal["small", "tiny"]
+__all__ = ["SIZES", "LettersQuickstartConfig", "Size"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LettersQuickstartConfig:
+class LettersQuickstartConfig(StagesConfig):
     """From the fonts on this machine to a model that draws letters."""
 
-    size: SizeName = "small"
-    """small: minutes on two cores; tiny: to see that everything works."""
     run_dir: Path = Path("runs/letters")
     """Where everything is written; a second call resumes from there."""
-    steps: int | None = None
-    """Steps of training; none: as many as the size has."""
-    seed: int = 0
-    """Seed of the weights, of the order of the data, and of the samples."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps={self.steps} must be 1 or more")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed={self.seed} must lie in [0, 2**32)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 copies, film, export, host; then the report."""
 
 import base64
-import dataclasses
 import io
 import time
 from collections.abc import Callable
@@ -19,13 +18,12 @@ from fornax.diffusion.letters import Judge, Letters
 from fornax.diffusion.load import LoadedRun, load_run
 from fornax.diffusion.run import train
 from fornax.quickstart.child import not_installed
-from fornax.quickstart.job import Interrupted
 from fornax.quickstart.letters import hosting
 from fornax.quickstart.letters.config import SIZES, LettersQuickstartConfig, Size
 from fornax.quickstart.letters.film import animation, trajectory
 from fornax.quickstart.letters.report import write_report
 from fornax.quickstart.letters.scores import asked, draw_all, nearest, score, summary
-from fornax.quickstart.stages import Done, Stage, Stages
+from fornax.quickstart.stages import Interrupted, Stage, all_stages
 
 __all__ = ["run"]
 
@@ -71,16 +69,8 @@ def run(config: LettersQuickstartConfig, *, console: Console | None = None) -> i
         f"Fornax diffusion quickstart ({config.size}, {size.minutes}) in {config.run_dir}"
     )
     began = time.perf_counter()
-    described = {k: v for k, v in dataclasses.asdict(size).items() if k != "minutes"}
-    inputs = {"letters": True, **described, "size": config.size, "seed": config.seed}
-    stages = Stages(config.run_dir / "stages", {**inputs, "steps": config.steps or size.steps})
-    done: dict[str, Done] = {}
     try:
-        for number, stage in enumerate(_stages(job), start=1):
-            console.print(f"\n[bold]{number}. {stage.title}[/bold]")
-            done[stage.name] = found = stages.run(stage)
-            kept = "kept from before" if found.reused else f"{found.seconds:.1f} s"
-            console.print(f"   {stage.summary(found.result)}  [dim]({kept})[/dim]")
+        done = all_stages(config, size, _stages(job), console, letters=True)
     except Interrupted as stopped:
         console.print("stopped, everything saved; the same command resumes from here")
         return stopped.exit_code

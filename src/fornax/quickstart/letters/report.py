@@ -181,6 +181,6 @@ def _stages(done: Mapping[str, Done]) -> Section:
     items = [(_STAGES[name], stage.seconds) for name, stage in done.items()]
     return Section(
         title="The whole quickstart",
-        lead="Seconds a stage.",
+        lead="Seconds per stage.",
         body=bars("Seconds", items, unit="seconds", highlight=_STAGES["train"], fmt="{:.1f}"),
     )
