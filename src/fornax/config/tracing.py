@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fornax import __version__
 from fornax.config.background import BackgroundQueue
@@ -17,9 +17,10 @@ from fornax.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import IdGenerator
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = ["Parent", "Span", "Spans", "parse_traceparent"]
+__all__ = ["Parent", "Span", "Spans", "TraceContext", "parse_traceparent"]
 
 Parent = tuple[int, int, bool]
 """The caller's trace and span, and whether it samples."""
@@ -41,6 +42,22 @@ def parse_traceparent(text: object) -> Parent | None:
         return None
     trace, span = int(match[2], 16), int(match[3], 16)
     return (trace, span, bool(int(match[4], 16) & 1)) if trace and span else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceContext:
+    """The ids of a span that is made later, for servers whose spans stand inside it."""
+
+    trace: int
+    span: int
+    sampled: bool
+    parent: Parent | None
+    """The caller's, as `parse_traceparent` reads it."""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C header that tells another server of this span."""
+        return f"00-{self.trace:032x}-{self.span:016x}-{self.sampled:02x}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +110,9 @@ class Spans:
                 f"{error.name} is not installed; traces need pip install 'fornax-ai[otel]'"
             ) from error
         resource = Resource.create({"service.name": "fornax", "service.version": __version__})
-        self._provider = TracerProvider(resource=resource)
+        self._ids = _Ids()
+        ids = cast("IdGenerator", self._ids)
+        self._provider = TracerProvider(resource=resource, id_generator=ids)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(scope, __version__)
         self._rate = sample_rate
@@ -103,18 +122,30 @@ class Spans:
         """Whether to trace a request: as its caller says, or else by chance."""
         return parent[2] if parent else random.random() < self._rate
 
-    def add(self, span: Span, parent: Parent | None) -> None:
-        """Send a request's span and those inside it, soon."""
-        self._queue.add((span, parent))
+    def begin(self, parent: Parent | None) -> TraceContext:
+        """The ids of a request's span, and whether it is traced, to be passed on before it ends."""
+        return TraceContext(
+            trace=parent[0] if parent else random.randrange(1, 1 << 128),
+            span=random.randrange(1, 1 << 64),
+            sampled=self.samples(parent),
+            parent=parent,
+        )
+
+    def add(self, span: Span, context: Parent | TraceContext | None) -> None:
+        """Send a request's span and those inside it, soon; its ids are those of `begin`, or new
+        ones below a caller's."""
+        self._queue.add((span, context))
 
     def close(self) -> None:
         """Send what waits."""
         self._queue.close()
         self._provider.shutdown()
 
-    def _make_all(self, spans: Sequence[tuple[Span, Parent | None]]) -> None:
-        for span, parent in spans:
-            self._make(span, _context(parent), root=True)
+    def _make_all(self, spans: Sequence[tuple[Span, Parent | TraceContext | None]]) -> None:
+        for span, context in spans:
+            if isinstance(context, TraceContext):
+                self._ids.begun, context = context, context.parent
+            self._make(span, _context(context), root=True)
 
     def _make(self, span: Span, context: "Context", *, root: bool = False) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -133,6 +164,26 @@ class Spans:
         if span.error:
             made.set_status(Status(StatusCode.ERROR, span.error))
         made.end(span.end)
+
+
+class _Ids:
+    """OpenTelemetry's `IdGenerator`: the ids of the span that `begin` gave, then random ones."""
+
+    def __init__(self) -> None:
+        self.begun: TraceContext | None = None
+
+    def generate_trace_id(self) -> int:
+        """Of a span without a parent, asked for before `generate_span_id`."""
+        return self.begun.trace if self.begun else random.randrange(1, 1 << 128)
+
+    def generate_span_id(self) -> int:
+        """The span's, then those of the spans inside it."""
+        begun, self.begun = self.begun, None
+        return begun.span if begun else random.randrange(1, 1 << 64)
+
+    def is_trace_id_random(self) -> bool:
+        """So that samplers behind may count on it."""
+        return True
 
 
 def _context(parent: Parent | None) -> "Context":

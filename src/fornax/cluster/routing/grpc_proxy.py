@@ -17,6 +17,7 @@ from fornax.cluster.routing.grpc_health import RoutedHealth
 from fornax.cluster.routing.grpc_stream import StreamProxy
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
+from fornax.cluster.routing.tracing import RequestTrace, begin_trace
 from fornax.cluster.routing.upstreams import (
     REPLICA,
     Upstreams,
@@ -27,6 +28,7 @@ from fornax.cluster.routing.upstreams import (
 from fornax.config.credentials import Credentials
 from fornax.config.errors import ServingCode, ServingError
 from fornax.config.request_id import HEADER
+from fornax.config.tracing import Spans
 from fornax.serving.config import Address
 from fornax.serving.grpc import inference_pb2 as pb
 from fornax.serving.grpc.front import Front, Listening
@@ -37,7 +39,9 @@ __all__ = ["GrpcProxy"]
 
 _CHANGES = ADMIN - {"SystemSharedMemoryStatus"}
 
-_Answer = Callable[[bytes, Context], Awaitable[bytes]]
+_TRACED = frozenset(("ModelInfer", "ModelStreamInfer"))
+
+_Answer = Callable[[bytes, Context, RequestTrace | None], Awaitable[bytes]]
 
 
 class GrpcProxy:
@@ -50,9 +54,11 @@ class GrpcProxy:
         changes: Changes,
         metrics: RouterMetrics,
         credentials: Credentials,
+        spans: Spans | None = None,
     ):
         """`credentials`: see `client_session`."""
         self._front = front
+        self._spans = spans
         self._pool = pool
         self._changes = changes
         self._metrics = metrics
@@ -95,40 +101,44 @@ class GrpcProxy:
         own: dict[str, _Answer] = {"ServerLive": self._live, "ServerReady": self._ready}
         handlers = {
             name: self._unary(
+                name,
                 own.get(name)
-                or functools.partial(self._to_all if name in _CHANGES else self.ask, method.path)
+                or functools.partial(self._to_all if name in _CHANGES else self.ask, method.path),
             )
             for name, method in METHODS.items()
         }
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         return handlers
 
-    def _unary(self, answer: _Answer) -> grpc.RpcMethodHandler:
+    def _unary(self, name: str, answer: _Answer) -> grpc.RpcMethodHandler:
         async def handle(data: bytes, context: Context) -> bytes:
-            async with self._counted(context):
+            async with self._counted(name, context) as trace:
                 if self._stopping:
                     raise ServingError(
                         ServingCode.UNAVAILABLE,
                         "the server is stopping; send the request to another",
                     )
-                response = await answer(data, context)
+                response = await answer(data, context, trace)
                 self._send_timeout.watch(context)
                 return response
 
         return grpc.unary_unary_rpc_method_handler(handle)
 
     async def _stream(self, _: object, context: Context) -> None:
-        async with self._counted(context):
-            await self._streams.serve(context)
+        async with self._counted("ModelStreamInfer", context) as trace:
+            await self._streams.serve(context, trace)
 
     @contextlib.asynccontextmanager
-    async def _counted(self, context: Context) -> AsyncIterator[None]:
-        """Count a call by its end, and end it as a replica or the router says."""
-        identify(context)
+    async def _counted(self, name: str, context: Context) -> AsyncIterator[RequestTrace | None]:
+        """Count a call by its end, in a span where it is traced, and end it as a replica or the
+        router says."""
+        request_id, trace = identify(context), None
+        if self._spans is not None and name in _TRACED:
+            trace = begin_trace(self._spans, context.invocation_metadata() or ())
         began, code = time.perf_counter(), "CANCELLED"
         failure: ServingError | grpc.aio.AioRpcError | None = None
         try:
-            yield
+            yield trace
             code = "OK"
         except ServingError as error:
             failure, code = error, _NAMES[error.code.grpc]
@@ -137,8 +147,12 @@ class GrpcProxy:
         finally:
             ours = tuple(context.trailing_metadata() or ())
             who = dict(ours).get(REPLICA)
-            seconds = time.perf_counter() - began
-            self._metrics.request(None if who is None else int(who), code, seconds)
+            replica, seconds = None if who is None else int(who), time.perf_counter() - began
+            self._metrics.request(replica, code, seconds)
+            if trace is not None:
+                said = {"rpc.system": "grpc", "rpc.method": name, "rpc.grpc.status": code}
+                why = code if failure is None else _details(failure)
+                trace.end(request_id, replica, said, "" if code == "OK" else why)
         if isinstance(failure, ServingError):
             await abort(context, failure)
         elif failure is not None:
@@ -146,13 +160,15 @@ class GrpcProxy:
             trailing = (*(each for each in theirs if each[0] != HEADER), *ours)
             await context.abort(failure.code(), failure.details() or "", trailing)
 
-    async def _live(self, data: bytes, context: Context) -> bytes:
+    async def _live(self, data: bytes, context: Context, _: RequestTrace | None) -> bytes:
         return pb.ServerLiveResponse(live=True).SerializeToString()
 
-    async def _ready(self, data: bytes, context: Context) -> bytes:
+    async def _ready(self, data: bytes, context: Context, _: RequestTrace | None) -> bytes:
         return pb.ServerReadyResponse(ready=bool(self._pool.ready())).SerializeToString()
 
-    async def ask(self, path: str, data: bytes, context: Context) -> bytes:
+    async def ask(
+        self, path: str, data: bytes, context: Context, trace: RequestTrace | None = None
+    ) -> bytes:
         """Have one replica answer; another one where it dies or refuses.
 
         Raises:
@@ -161,7 +177,7 @@ class GrpcProxy:
         """
         tried: list[Replica] = []
         breaks, refusal = 0, None
-        metadata = self._upstreams.metadata(context)
+        metadata = self._upstreams.metadata(context, trace)
         while True:
             found = await self._upstreams.choose(context, tried)
             if found is None:
@@ -184,7 +200,9 @@ class GrpcProxy:
                 else:
                     raise
 
-    async def _to_all(self, path: str, data: bytes, context: Context) -> bytes:
+    async def _to_all(
+        self, path: str, data: bytes, context: Context, _: RequestTrace | None
+    ) -> bytes:
         """Have every replica make a change; the first failure is the answer."""
         metadata = self._upstreams.metadata(context)
 
@@ -206,6 +224,12 @@ class GrpcProxy:
 
 
 _NAMES = {status.value[0]: status.name for status in grpc.StatusCode}
+
+
+def _details(failure: ServingError | grpc.aio.AioRpcError) -> str:
+    if isinstance(failure, ServingError):
+        return str(failure)
+    return failure.details() or failure.code().name
 
 
 def _is_error(answer: object) -> bool:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from grpc.aio import EOF  # pyrefly: ignore[missing-module-attribute]
 
 from fornax.cluster.routing.pool import Replica
+from fornax.cluster.routing.tracing import RequestTrace
 from fornax.cluster.routing.upstreams import (
     Upstreams,
     is_broken,
@@ -41,15 +42,15 @@ class StreamProxy:
         self._upstreams = upstreams
         self._open = OpenStreams(send_timeout)
 
-    async def serve(self, context: Context) -> None:
-        """Serve a client's stream to its end.
+    async def serve(self, context: Context, trace: RequestTrace | None = None) -> None:
+        """Serve a client's stream to its end; `trace` is the one that its requests belong to.
 
         Raises:
           ServingError: it ends early: a replica died during an answer, or the router stops.
           AioRpcError: it ends as a replica said.
         """
         with self._open.opened(context) as client:
-            await _Stream(self._upstreams, client).run()
+            await _Stream(self._upstreams, client, trace).run()
 
     def close(self) -> None:
         """Read no more requests; what was read is answered, then each stream ends."""
@@ -68,11 +69,11 @@ class _Request:
 
 
 class _Stream:
-    def __init__(self, upstreams: Upstreams, client: OpenStream):
+    def __init__(self, upstreams: Upstreams, client: OpenStream, trace: RequestTrace | None):
         self._upstreams = upstreams
         self._client = client
         self._context = client.context
-        self._metadata = upstreams.metadata(client.context)
+        self._metadata = upstreams.metadata(client.context, trace)
         self._requests: list[_Request] = []
         """Those not answered, in order."""
         self._sent = 0

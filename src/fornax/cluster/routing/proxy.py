@@ -6,8 +6,10 @@ is cut off. So no part of a response reaches the client twice.
 """
 
 import asyncio
+import contextlib
+import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -21,8 +23,11 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
 from fornax.cluster.routing.prefixes import block_keys, prompt_of
 from fornax.cluster.routing.service import Service
+from fornax.cluster.routing.tracing import HEADER as TRACE_HEADER
+from fornax.cluster.routing.tracing import RequestTrace, begin_trace
 from fornax.config.credentials import TOKEN_HEADER, Credentials
 from fornax.config.request_id import HEADER
+from fornax.config.tracing import Spans
 from fornax.llm.server.generation import CancelOnDisconnect
 from fornax.serving.http.gate import path_of
 from fornax.serving.http.request_ids import request_id_of
@@ -113,12 +118,14 @@ class Proxy:
         session: aiohttp.ClientSession,
         changes: Changes,
         metrics: RouterMetrics,
+        spans: Spans | None = None,
     ):
         self._service = service
         self._pool = pool
         self._session = session
         self._changes = changes
         self._metrics = metrics
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
@@ -132,11 +139,31 @@ class Proxy:
         if not scope["path"].startswith("/"):
             await send_response(send, self._service.error(400, f"{path} is not a path of a server"))
             return
-        request = self._request(scope, path, body)
-        started, exit_ = time.perf_counter(), _Exit(send)
+        request, exit_ = self._request(scope, path, body), _Exit(send)
+        with self._traced(request, exit_) as routed:
+            await self._respond(scope, routed, receive, exit_)
+
+    @contextlib.contextmanager
+    def _traced(self, request: Request, exit_: "_Exit") -> Iterator[Request]:
+        """The request as replicas get it, in a span where it is traced."""
+        if self._spans is None or not self._service.traced(request.path, request.method):
+            yield request
+            return
+        trace = begin_trace(self._spans, request.headers)
+        others = [each for each in request.headers if each[0] != TRACE_HEADER]
+        headers = [*others, (TRACE_HEADER, trace.context.traceparent)]
+        try:
+            yield dataclasses.replace(request, headers=headers)
+        finally:
+            _end_trace(trace, request, exit_)
+
+    async def _respond(
+        self, scope: Scope, request: Request, receive: Receive, exit_: "_Exit"
+    ) -> None:
+        started = time.perf_counter()
         async with CancelOnDisconnect(receive) as client:
             exit_.client = client
-            if self._service.changes(path, method):
+            if self._service.changes(request.path, request.method):
                 await self._to_all(request, exit_)
             else:
                 await self._to_one(request, exit_)
@@ -284,8 +311,9 @@ class Proxy:
                 raise
             self._pool.suspect(replica)
             self._metrics.cut()
+            why = f"replica {replica.number} ended while it answered; what came is not all"
+            exit_.failure = why
             if events:
-                why = f"replica {replica.number} ended while it answered; what came is not all"
                 _, _, body = self._service.error(502, why)
                 await exit_.last(b"data: " + body + b"\n\n" + self._service.stream_end)
             else:
@@ -313,6 +341,22 @@ class Proxy:
             return self._service.error(502, why)
 
 
+def _end_trace(trace: RequestTrace, request: Request, exit_: "_Exit") -> None:
+    left = exit_.client is not None and exit_.client.disconnected
+    status = _CLIENT_CLOSED if left else exit_.status
+    error = exit_.failure or (f"status {status}" if status >= 400 or not status else "")
+    trace.end(
+        dict(request.headers)[HEADER],
+        exit_.replica,
+        {
+            "http.request.method": request.method,
+            "url.path": request.path,
+            "http.response.status_code": status,
+        },
+        error,
+    )
+
+
 def _failed(answer: Response) -> bool:
     return answer[0] >= 400
 
@@ -326,6 +370,8 @@ class _Exit:
         self.started = False
         self.status = 0
         self.replica: int | None = None
+        self.failure = ""
+        """Why a response that had begun is not whole."""
 
     async def whole(self, replica: Replica, response: Response) -> None:
         """A whole response of a replica's."""

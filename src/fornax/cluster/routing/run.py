@@ -178,13 +178,18 @@ class Router:
         pool = ReplicaPool(self.config, partial=service.partial)
         metrics = RouterMetrics(pool)
         async with contextlib.AsyncExitStack() as stack:
+            spans = service.spans()
+            if spans is not None:
+                stack.push_async_callback(asyncio.to_thread, spans.close)
             session = await stack.enter_async_context(client_session(self.credentials))
             changes = Changes(pool)
             fronts: list[HttpServer | GrpcProxy] = [
-                service.server(Proxy(service, pool, session, changes, metrics))
+                service.server(Proxy(service, pool, session, changes, metrics, spans))
             ]
             if service.grpc is not None:
-                fronts.append(GrpcProxy(service.grpc, pool, changes, metrics, self.credentials))
+                fronts.append(
+                    GrpcProxy(service.grpc, pool, changes, metrics, self.credentials, spans)
+                )
             supervisor = self._supervisor = Supervisor(
                 self.placer,
                 service,

@@ -7,6 +7,7 @@ the token of the launch, on an address of a private network over TLS with its ce
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fornax.config import dump_yaml
 from fornax.config.errors import ConfigError, ServingError
 from fornax.config.http_server import HttpServer, replay
+from fornax.config.tracing import Spans
 from fornax.llm.server.config import ServerConfig
 from fornax.llm.server.errors import ApiError
 from fornax.llm.server.launch import ServeConfig
@@ -39,6 +41,7 @@ _KEEP_ALIVE = 75.0
 request could be sent on one that is just being closed."""
 _BODIES = 4
 """How many of the largest bodies the router of `fornax host` holds at once."""
+_INFERS = re.compile(r"/v2/models/.+/(infer|generate|generate_stream)")
 _ENGINE_CALLS = frozenset(
     {
         "/v1/load_lora_adapter",
@@ -81,7 +84,27 @@ class Service:
     """Seconds that requests get to finish when the router stops."""
     grpc: Front | None = None
     """How it speaks gRPC; None: not at all."""
+    traced: Callable[[str, str], bool]
+    """Whether a call, by path and method, is one that replicas trace."""
+    trace_endpoint: str | None
+    """The collector of the spans; None: the router makes none."""
+    trace_sample_rate: float
+    """Share of requests to trace, among those whose caller did not decide."""
     configure_logging: Callable[[], None]
+
+    def spans(self) -> Spans | None:
+        """What makes the router's spans; None: it makes none.
+
+        Raises:
+          ConfigError: OpenTelemetry is not installed.
+        """
+        if self.trace_endpoint is None:
+            return None
+        return Spans(
+            "fornax.cluster.routing",
+            endpoint=self.trace_endpoint,
+            sample_rate=self.trace_sample_rate,
+        )
 
 
 def serve_service(model: str, config: ServeConfig, folder: Path) -> Service:
@@ -119,6 +142,9 @@ def serve_service(model: str, config: ServeConfig, folder: Path) -> Service:
         error=_openai_error,
         stream_end=b"data: [DONE]\n\n",
         changes=lambda path, method: method == "POST" and path in _ENGINE_CALLS,
+        traced=lambda path, method: method == "POST" and path.startswith("/v1/"),
+        trace_endpoint=server.otlp_traces_endpoint,
+        trace_sample_rate=server.trace_sample_rate,
         devices=config.tensor_parallel_size,
         drain_seconds=server.shutdown_timeout,
         configure_logging=configure_logging,
@@ -183,6 +209,9 @@ def host_service(config: HostConfig, folder: Path) -> Service:
         changes=lambda path, method: (
             method == "POST" and changes_server(path, method) and not path.startswith("/v2/profile")
         ),
+        traced=lambda path, method: method == "POST" and _INFERS.fullmatch(path) is not None,
+        trace_endpoint=config.trace_endpoint,
+        trace_sample_rate=config.trace_sample_rate,
         devices=len(config.devices),
         drain_seconds=config.drain_seconds,
         grpc=None

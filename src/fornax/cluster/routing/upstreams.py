@@ -9,6 +9,8 @@ import grpc.aio
 
 from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool
+from fornax.cluster.routing.tracing import HEADER as TRACE_HEADER
+from fornax.cluster.routing.tracing import RequestTrace
 from fornax.config.credentials import HOST_NAME, TOKEN_HEADER, Credentials
 from fornax.config.errors import ServingCode, ServingError
 from fornax.config.request_id import HEADER
@@ -85,11 +87,15 @@ class Upstreams:
             return grpc.aio.insecure_channel(address, _OPTIONS)
         return grpc.aio.secure_channel(address, self._secure, _OPTIONS)
 
-    def metadata(self, context: Context) -> Metadata:
-        """What a client's call brings, as a replica gets it, its id and the token."""
+    def metadata(self, context: Context, trace: RequestTrace | None = None) -> Metadata:
+        """What a client's call brings, as a replica gets it, its id, its trace and the token."""
         found = context.invocation_metadata() or ()
-        kept = ((name, value) for name, value in found if name not in _OWN)
-        return *kept, (HEADER, identify(context)), self._token
+        ours: Metadata = ((HEADER, identify(context)), self._token)
+        own = _OWN
+        if trace is not None:
+            own = own | {TRACE_HEADER}
+            ours = *ours, (TRACE_HEADER, trace.context.traceparent)
+        return *((name, value) for name, value in found if name not in own), *ours
 
     def broke(self, replica: Replica, breaks: int, why: str) -> None:
         """A replica ended under a call, for the `breaks`th time: it may be made again.

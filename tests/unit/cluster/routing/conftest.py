@@ -107,7 +107,10 @@ async def routed(
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(client_session(known))
         changes = Changes(pool)
-        proxy = Proxy(service, pool, session, changes, metrics)
+        spans = service.spans()
+        if spans is not None:
+            stack.push_async_callback(asyncio.to_thread, spans.close)
+        proxy = Proxy(service, pool, session, changes, metrics, spans)
         upstreams = []
         for number, answer in enumerate(answers):
             upstreams.append(Upstream(number, answer, known))

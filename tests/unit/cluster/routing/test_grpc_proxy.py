@@ -19,6 +19,7 @@ from fornax.cluster.routing.metrics import RouterMetrics
 from fornax.cluster.routing.pool import Replica, ReplicaPool, RoutingConfig
 from fornax.config import ServingCode, ServingError
 from fornax.config.credentials import HOST_NAME, TOKEN_HEADER, Credentials
+from fornax.config.tracing import Spans
 from fornax.serving.access import Auth
 from fornax.serving.config import Address
 from fornax.serving.grpc import Client
@@ -34,7 +35,15 @@ SECONDS = 300
 class Routed:
     """A router on the first upstream's loop, and its upstreams."""
 
-    def __init__(self, upstreams: int = 2, front: Any = None, tls: bool = False, **server: Any):
+    def __init__(
+        self,
+        upstreams: int = 2,
+        front: Any = None,
+        tls: bool = False,
+        spans: Spans | None = None,
+        **server: Any,
+    ):
+        self.spans = spans
         self.credentials = Credentials.make(tls=tls)
         server["credentials"] = self.credentials
         self.upstreams = [Served(**server) for _ in range(upstreams)]
@@ -45,7 +54,9 @@ class Routed:
         config = RoutingConfig(queue_timeout=1.0, policy="round-robin")
         self.pool = ReplicaPool(config, partial=True)
         self.changes, self.metrics = Changes(self.pool), RouterMetrics(self.pool)
-        self.proxy = GrpcProxy(front, self.pool, self.changes, self.metrics, self.credentials)
+        self.proxy = GrpcProxy(
+            front, self.pool, self.changes, self.metrics, self.credentials, self.spans
+        )
         for number, each in enumerate(self.upstreams):
             self.add(number, each)
         self.address = str(await self.proxy.start())
