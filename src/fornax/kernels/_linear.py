@@ -3,7 +3,8 @@
 JAX's own rule for the gradient of the weights contracts the cotangent with the input in an order
 that makes that backend rewrite the larger of both, and all that was fused into it, transposed,
 element by element. The rule here contracts so that the smaller one is transposed: a whole training
-step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md).
+step of 36M parameters takes a quarter less processor time (docs/guides/kernels.md). A native
+product copies neither.
 
 The forward product stays an ordinary `dot_general`, which remat policies and quantization know;
 only the tangents are a primitive of their own, for its transposes' sake. Where the sums are wider
@@ -24,6 +25,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
+from fornax.kernels import _matmul
 from fornax.kernels._packed import PackedWeight
 from fornax.kernels._products import over_rows, sum_products
 from fornax.kernels.registry import current_platform
@@ -138,7 +140,9 @@ def _x_cotangent(dy: jax.Array, x: object, w: jax.Array, *, inputs: int) -> jax.
 def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Array:
     shape = w.aval.shape
     lead = x.ndim - inputs
-    if math.prod(shape[:inputs]) <= math.prod(shape[inputs:]):
+    sides = math.prod(shape[:inputs]), math.prod(shape[inputs:])
+    native = x.dtype == jnp.float32 and _matmul.runs(x.dtype, math.prod(x.shape[:lead]), *sides)
+    if native or sides[0] <= sides[1]:
         return over_rows(x, dy, lead)
     dw = over_rows(dy, x, lead)
     outputs = len(shape) - inputs

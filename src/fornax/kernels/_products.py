@@ -1,9 +1,9 @@
 """Products that add up in float32 whatever they multiply, in forms that CPUs have instructions for.
 
-In bfloat16 the native kernel multiplies where it runs. Elsewhere it is XLA, whose CPU backend left
-to itself turns a bfloat16 product with a bfloat16 result into a float32 product. One with a float32
-result runs on the processor's bfloat16 units, six times as fast where it has tiles for matrices
-(AMX), unless its left operand is laid out by columns.
+The native kernels multiply where they run. Elsewhere it is XLA, whose CPU backend left to itself
+turns a bfloat16 product with a bfloat16 result into a float32 product. One with a float32 result
+runs on the processor's bfloat16 units, six times as fast where it has tiles for matrices (AMX),
+unless its left operand is laid out by columns.
 """
 
 import math
@@ -57,8 +57,8 @@ def over_rows(
     m, n, R = a.shape[rows:], b.shape[rows:], math.prod(a.shape[:rows])
     M, N = math.prod(m), math.prod(n)
     result = a.dtype if dtype is None else jnp.dtype(dtype)
-    narrow = result in (jnp.float32, jnp.bfloat16)
-    if narrow and a.dtype == b.dtype and _matmul.runs(a.dtype, R, M, N):
+    fits = result in (a.dtype, jnp.float32)
+    if fits and a.dtype == b.dtype and _matmul.runs(a.dtype, R, M, N):
         found = _matmul.matmul(a.reshape(R, M), b.reshape(R, N), _matmul.LEFT_TRANSPOSED, result)
         return found.reshape(*m, *n)
     if rows == 1:  # of several axes XLA makes rows again; one it takes for a layout by columns

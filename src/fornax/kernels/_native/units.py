@@ -41,6 +41,7 @@ UNITS = {
     ),
     "sampling": ("fornax_filter_logits", "fornax_sample_tokens"),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
+    "float32_matmul": ("fornax_float32_matmul",),
     "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer"),
     "packed_experts": ("fornax_packed_grouped_matmul", "fornax_packed_experts"),
     "experts": ("fornax_group_order", "fornax_route", "fornax_fused_experts"),

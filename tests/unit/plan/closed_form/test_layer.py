@@ -237,7 +237,7 @@ def _dot_flops(jaxpr: Any, times: float = 1.0) -> float:
             (left, _), _ = eqn.params["dimension_numbers"]
             contracted = math.prod(eqn.invars[0].aval.shape[dim] for dim in left)
             total += times * 2 * contracted * math.prod(eqn.outvars[0].aval.shape)
-        if eqn.primitive.name == "bfloat16_matmul":  # [M, K] or [K, M] to [M, N]
+        if eqn.primitive.name == "native_matmul":  # [M, K] or [K, M] to [M, N]
             total += times * 2 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[1]
         if "fornax_grouped" in eqn.params.get("target_name", ""):  # each row with one matrix
             total += times * 2 * eqn.invars[0].aval.size * eqn.outvars[0].aval.shape[-1]

@@ -1,0 +1,133 @@
+"""The native float32 products against float64 of the same numbers, on any processor with AVX2.
+
+Legend: M rows, K summed over, N columns.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fornax.kernels import _matmul, _native, linear
+from fornax.mesh import MeshConfig, make_mesh, use_mesh
+
+pytestmark = pytest.mark.skipif(
+    not _native.has_features("avx2", "fma") or _native.unavailable("float32_matmul") is not None,
+    reason="needs AVX2 and a C++ compiler",
+)
+
+FORMS = [_matmul.PLAIN, _matmul.RIGHT_TRANSPOSED, _matmul.LEFT_TRANSPOSED]
+SHAPES = [
+    (1, 1, 1),
+    (5, 3, 7),
+    (6, 16, 8),
+    (97, 130, 301),
+    (181, 65, 385),  # a row more than are copied at once, a number more than are summed at once
+    (365, 1601, 40),  # columns more than are copied at once
+    (250, 64, 1155),
+]
+
+
+def matrices(form: int, M: int, N: int, K: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(M + N + K)
+    a = rng.normal(size=(K, M) if form == _matmul.LEFT_TRANSPOSED else (M, K))
+    b = rng.normal(size=(N, K) if form == _matmul.RIGHT_TRANSPOSED else (K, N))
+    return a.astype(np.float32), b.astype(np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_products_agree_with_float64(form: int, M: int, N: int, K: int) -> None:
+    a, b = matrices(form, M, N, K)
+    found = _matmul.matmul(jnp.asarray(a), jnp.asarray(b), form, jnp.float32)
+    left, right = a.astype(np.float64), b.astype(np.float64)
+    exact = (left.T if form == _matmul.LEFT_TRANSPOSED else left) @ (
+        right.T if form == _matmul.RIGHT_TRANSPOSED else right
+    )
+    bound = 2**-24 * K * np.abs(left).max() * np.abs(right).max()
+    np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Nor on how threads divide the work, which they do by rows and columns."""
+    a, b = map(jnp.asarray, matrices(_matmul.PLAIN, 1024, 400, 770))
+    whole = _matmul.matmul(a, b, _matmul.PLAIN, jnp.float32)
+    for start in (0, 161, 1007):
+        part = _matmul.matmul(a[start : start + 17], b[:, :48], _matmul.PLAIN, jnp.float32)
+        np.testing.assert_array_equal(part, whole[start : start + 17, :48])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_no_number_stays_where_it_belongs(form: int) -> None:
+    a, b = matrices(form, 50, 41, 33)
+    rows = a.T if form == _matmul.LEFT_TRANSPOSED else a
+    rows[3, 5], rows[49, 2] = np.nan, np.inf
+    found = np.asarray(_matmul.matmul(jnp.asarray(a), jnp.asarray(b), form, jnp.float32))
+    assert np.isnan(found[3]).all()
+    assert not np.isfinite(found[49]).any()
+    assert np.isfinite(np.delete(found, (3, 49), axis=0)).all()
+
+
+@pytest.fixture
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`linear` as on processors on which XLA's products are the slower ones."""
+    has = _native.has_features
+    monkeypatch.setattr(
+        _native, "has_features", lambda *names: "avx512f" not in names and has(*names)
+    )
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "w_shape", "inputs"),
+    [
+        ((2, 160, 192), (192, 256), 1),
+        ((320, 256), (256, 128), 1),  # fewer outputs than inputs
+        ((2, 160, 4, 64), (4, 64, 96), 2),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("without_avx512")
+def test_linear_and_its_gradients_take_them_on_one_device(
+    x_shape: tuple[int, ...], w_shape: tuple[int, ...], inputs: int
+) -> None:
+    rng = np.random.default_rng(0)
+    x64, w64 = rng.normal(size=x_shape), rng.normal(size=w_shape)
+    dy64 = rng.normal(size=x_shape[: len(x_shape) - inputs] + w_shape[inputs:])
+    x, w, dy = (jnp.asarray(each, jnp.float32) for each in (x64, w64, dy64))
+
+    def all_three(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda x, w: linear(x, w, inputs=inputs), x, w)
+        return (y, *pull(dy))
+
+    assert jax.jit(all_three).lower(x, w).as_text().count("@fornax_float32_matmul") == 3
+    rows = range(len(x_shape) - inputs)
+    outputs = range(inputs, len(w_shape))
+    wanted = (
+        np.tensordot(x64, w64, inputs),
+        np.tensordot(dy64, w64, (list(range(len(rows), dy64.ndim)), list(outputs))),
+        np.tensordot(x64, dy64, (list(rows), list(rows))),
+    )
+    for found, exact in zip(jax.jit(all_three)(x, w), wanted, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=2e-4)
+    with use_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])):
+        divided = jax.jit(lambda x, w: all_three(x, w)).lower(x, w)  # traced anew
+        assert "fornax_float32_matmul" not in divided.as_text()
+
+
+@pytest.mark.usefixtures("without_avx512")
+def test_remat_of_products_computes_none_again_and_vmap_agrees() -> None:
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(256, 256)), jnp.float32) for _ in range(2))
+
+    def products(policy) -> int:
+        twice = jax.checkpoint(
+            lambda x, w: jnp.sin(linear(jnp.sin(linear(x, w)), w)).sum(), policy=policy
+        )
+        return str(jax.make_jaxpr(jax.grad(twice))(x, w)).count("native_matmul[")
+
+    names = jax.checkpoint_policies.save_only_these_names
+    kept = products(names("linear_output"))
+    assert 0 < kept < products(names("none of its results"))
+    stacked = jnp.stack([w, 2 * w])
+    found = jax.vmap(linear, in_axes=(None, 0))(x, stacked)
+    np.testing.assert_allclose(found, jnp.einsum("mk,bkn->bmn", x, stacked), rtol=1e-4, atol=1e-3)
