@@ -110,7 +110,7 @@ def test_linear_and_its_gradients_take_them_on_one_device(
     for found, exact in zip(jax.jit(all_three)(x, w), wanted, strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-4, atol=2e-4)
     with use_mesh(make_mesh(MeshConfig(data=2), jax.devices()[:2])):
-        divided = jax.jit(lambda x, w: all_three(x, w)).lower(x, w)  # traced anew
+        divided = jax.jit(lambda x, w: all_three(x, w)).lower(x, w)  # traced again
         assert "fornax_float32_matmul" not in divided.as_text()
 
 

@@ -1,4 +1,4 @@
-"""Spans of the router: what a collector gets, and what replicas are told of the trace."""
+"""Spans of the router: what a collector gets, and what replicas receive of the trace."""
 
 import asyncio
 import re
