@@ -12,6 +12,9 @@ BIN := $(VENV)/bin
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 PYTEST_ARGS ?=
+# Images of containers often keep Python from writing bytecode: each process of the tests would
+# compile every test and source from scratch.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON_NEWEST ?= python3.13
 # The first that runs: pyenv's shim on PATH may stand for a version that is not enabled.
 NEWEST_FOUND = $(shell for p in "$$(command -v $(PYTHON_NEWEST))" "$$HOME"/.pyenv/versions/*/bin/$(PYTHON_NEWEST); do \

@@ -1,6 +1,7 @@
 """Proposing tokens changes how fast they come, never their distribution: lookups not even which."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,15 @@ from tests.unit.models.conftest import CONFIGS
 
 from fornax.config.errors import ConfigError
 from fornax.llm import LLM, SamplingParams
-from fornax.models import create_decoder, generate, save_pretrained
+from fornax.models import Decoder, create_decoder, generate, save_pretrained
 
 CONFIG = dataclasses.replace(CONFIGS["windowed"], attention_logit_softcap=None)
-MODEL = create_decoder(CONFIG, seed=3)
+
+
+@functools.cache
+def _model() -> Decoder:
+    return create_decoder(CONFIG, seed=3)
+
 
 REQUESTS = (
     SamplingParams(temperature=0, max_tokens=16),
@@ -49,7 +55,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(**options: Any) -> LLM:
-    return LLM(MODEL, **SIZES, **options)
+    return LLM(_model(), **SIZES, **options)
 
 
 def _tokens(llm: LLM) -> list[list[list[int]]]:
@@ -124,7 +130,7 @@ def test_with_a_draft_model_tokens_follow_the_models_distribution(draft: Path) -
 
 @pytest.mark.slow
 def test_a_draft_model_equal_to_the_model_is_always_right(tmp_path: Path) -> None:
-    save_pretrained(MODEL, tmp_path / "same")
+    save_pretrained(_model(), tmp_path / "same")
     figures = Figures()
     llm = _engine(speculative_config=_draft(tmp_path / "same"), observer=figures)
     prompts = prompts_of(9, 20, 5)
@@ -132,7 +138,7 @@ def test_a_draft_model_equal_to_the_model_is_always_right(tmp_path: Path) -> Non
     llm.generate(prompts, drawn)
     assert figures.accepted == figures.drafted > 0
     greedy = SamplingParams(temperature=0, max_tokens=16)
-    expected = generate(MODEL, prompts, max_tokens=16)
+    expected = generate(_model(), prompts, max_tokens=16)
     assert completions(llm.generate(prompts, greedy)) == expected
 
 

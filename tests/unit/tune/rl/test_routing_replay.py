@@ -4,6 +4,7 @@ Legend: R rows, T tokens of a row, L layers with experts, k experts per token.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,13 +195,15 @@ def test_experts_come_back_from_a_checkpoint_and_from_other_hosts(drawn: Sequenc
         np.testing.assert_array_equal(one.routed_experts, other)
 
 
-GRAPHDEF = nnx.graphdef(mixture.decoder())
+@functools.cache
+def graphdef() -> Any:
+    return nnx.graphdef(mixture.decoder())
 
 
 def weighed(state: nnx.State, rows: Any) -> tuple[jax.Array, jax.Array]:
     """The weighed sum of log-probabilities, and these."""
     found = token_logprobs(
-        nnx.merge(GRAPHDEF, state),
+        nnx.merge(graphdef(), state),
         rows["tokens"],
         rows["targets"],
         positions_BT=rows["positions"],
@@ -307,7 +310,7 @@ def test_losses_are_those_of_the_reference(drawn: Sequences, tmp_path: Path) -> 
     grpo = grpo_task(ONCE, parts(tmp_path, routed=SHAPE))
 
     def losses(state: nnx.State, given: Any) -> Any:
-        model = nnx.merge(GRAPHDEF, state)
+        model = nnx.merge(graphdef(), state)
         sft = next_token_loss(model, given[0], balance=False)
         dpo = preference_loss(model, given[1], config=DPO(beta=0.1))
         policy = grpo.loss(model, given[2], jax.random.key(0))
