@@ -2,15 +2,15 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+from tests.xla_flags import xla_flags
+
 os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
     # A test's program runs for milliseconds: compiled with few of XLA's optimizations, in processes
     # that a test starts too, its numbers are the same up to rounding in half of the time.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}".strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is not a path is not asked for outside
 
 import time

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.ports import held_port
+from tests.xla_flags import xla_flags
 
 from fornax import profile
 
@@ -80,7 +81,7 @@ else:
 
 def run_two(program: Path, *words: str, **variables: str) -> list[str]:
     """What two processes of a program say, which are given their number and words."""
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environment = {**os.environ, "XLA_FLAGS": xla_flags()}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(program), *(word.format(rank=rank) for word in words)],

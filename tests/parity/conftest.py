@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["XLA_FLAGS"] = ""  # one device: these tests compare numbers, not shardings
+from tests.xla_flags import xla_flags
+
+os.environ["XLA_FLAGS"] = xla_flags()  # one device: these tests compare numbers, not shardings
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # it warns of every import from trl.experimental
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # oracles that compile take a minute for each function
 

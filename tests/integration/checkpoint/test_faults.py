@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.xla_flags import xla_flags
 
 from fornax.checkpoint import Checkpointer
 
@@ -15,7 +16,7 @@ KILLS = 20
 
 
 def environment():
-    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, "XLA_FLAGS": xla_flags(), "JAX_PLATFORMS": "cpu"}
 
 
 @pytest.mark.fault

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.ports import held_port
+from tests.xla_flags import xla_flags
 
 from fornax.checkpoint import Checkpointer
 
@@ -21,7 +22,7 @@ def run_two(root, task, codes=(0, 0)):
     port = held_port()
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": xla_flags(2),
         "NPROC": "16",
         "JAX_PLATFORMS": "cpu",
     }

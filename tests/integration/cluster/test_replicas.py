@@ -24,6 +24,7 @@ import pytest
 import tritonclient.grpc as triton
 from tests.integration.cluster.replica_process import FREEZE
 from tests.integration.llm.streams import model, words
+from tests.xla_flags import xla_flags
 
 from fornax import export, profile
 from fornax.cluster.routing import drill_replica, read_serving_status, request_rolling_restart
@@ -102,7 +103,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         if words:
             program = ["-m", "fornax", "launch", "--replicas", str(replicas)]
             program += ["--hosts", str(hosts), "--run-dir", str(run_dir), "--", *words]
-        changes = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}
+        changes = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
         cpu = environment.for_child(environment.virtual_cpus(devices) if devices > 1 else changes)
         with log.open("wb") as file:
             popen = subprocess.Popen(

@@ -13,6 +13,7 @@ from tests.caches import fresh_cache
 from tests.diffusion_folders import write_folder
 from tests.integration.train.test_hosts import by_hand, finish_all, series
 from tests.ports import held_port
+from tests.xla_flags import xla_flags
 
 from fornax.diffusion.pipelines.clips import encode_video
 
@@ -36,7 +37,7 @@ def test_two_processes_write_what_one_does(
     words += ["--sample.every", "2", "--sample.count", "1", "--sample.steps", "1"]
     words += ["--log.no-tensorboard", "--optim.learning-rate", "1e-2"]
     words += ["--lora.rank", "2"] if adapters else []
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    kept = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()}
     kept["FORNAX_CACHE_DIR"] = fresh_cache(tmp_path_factory.mktemp("cache"))
 
     def start(out: Path, **told: str) -> subprocess.Popen:
@@ -49,8 +50,7 @@ def test_two_processes_write_what_one_does(
         )
 
     one, two, port = tmp_path / "one", tmp_path / "two", held_port()
-    devices = "--xla_force_host_platform_device_count=2"
-    finish_all([start(one, XLA_FLAGS=devices, NPROC="16")])
+    finish_all([start(one, XLA_FLAGS=xla_flags(2), NPROC="16")])
     finish_all([start(two, **by_hand(port, 2, number)) for number in range(2)])
     assert series(two, "loss") == pytest.approx(series(one, "loss"), rel=1e-4)
     file = "lora/pytorch_lora_weights" if adapters else "transformer/diffusion_pytorch_model"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tests.caches import fresh_cache
+from tests.xla_flags import xla_flags
 
 from fornax.diffusion.load import load_run
 from fornax.diffusion.pipelines.clips import encode_video
@@ -29,7 +30,7 @@ WORDS = [
 
 
 def _start(images: Path, run: Path, cache: str, more: Sequence[str]) -> subprocess.Popen:
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    kept = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()}
     words = ["diffusion", "train", "--data", str(images), "--run-dir", str(run), *WORDS, *more]
     return subprocess.Popen(
         [sys.executable, "-m", "fornax", *words],

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from tests.pages import ROOT, Block, blocks
 from tests.unit.tune.tiny import COLOURS, save_model
+from tests.xla_flags import xla_flags
 
 from fornax import export
 from fornax.data import BuildConfig, Text, TrainBpe, build
@@ -150,8 +151,8 @@ class _Shell:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(folder),
             "FORNAX_CACHE_DIR": str(_cache()),
+            "XLA_FLAGS": xla_flags(),
         }
-        self.environment.pop("XLA_FLAGS", None)
 
     def run(self, block: Block) -> None:
         """Run a block; while a server is up, until it succeeds: what it asks for may take time."""

@@ -14,6 +14,7 @@ import pytest
 from tests.caches import fresh_cache
 from tests.integration.local_http import Handler, serving
 from tests.unit.tune.tiny import save_chats, save_model
+from tests.xla_flags import xla_flags
 
 COMMAND = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
 _ROUTE = re.compile(
@@ -175,7 +176,7 @@ def begin(hub: Hub, tmp_path: Path, compiled: str) -> Callable[..., subprocess.P
     """Start `fornax` with these words and variables."""
 
     def start(*words: str | Path, **variables: str) -> subprocess.Popen:
-        kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+        kept = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()}
         told = {
             "HF_ENDPOINT": hub.address,
             "HF_HOME": str(tmp_path / "hub"),

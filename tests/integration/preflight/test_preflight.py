@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.xla_flags import xla_flags
 
 from fornax.config import load
 from fornax.preflight import preflight
@@ -21,7 +22,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, whatever devices this one has."""
     return subprocess.run(
         [sys.executable, "-c", COMMAND, "preflight", *words],
-        env={k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")},
+        env={k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()},
         capture_output=True,
         text=True,
         timeout=400,

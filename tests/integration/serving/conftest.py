@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.xla_flags import xla_flags
 
 from fornax import export
 from fornax.config import environment
@@ -26,7 +27,7 @@ class Server:
 
     def __init__(self, words: list[str], log: Path, wait: str, devices: int = 1):
         self.log = log
-        devices_of = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": None}
+        devices_of = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()}
         if devices > 1:
             devices_of = environment.virtual_cpus(devices)
         with log.open("wb") as file:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.caches import fresh_cache
+from tests.xla_flags import xla_flags
 
 from fornax.data import BuildConfig, Jsonl, TrainBpe, build
 
@@ -60,7 +61,7 @@ def settings(dataset: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One device, one compilation cache for all processes of the session, quick compilations."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    kept = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()}
     kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     return {**kept, "FORNAX_CACHE_DIR": fresh_cache(tmp_path_factory.mktemp("cache"))}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.xla_flags import xla_flags
 
 from fornax.checkpoint import Checkpointer
 from fornax.train import summarise
@@ -92,7 +93,7 @@ def test_a_kill_on_divided_experts_changes_no_number(
         "model": {**settings["model"], "experts": experts},
         "optim": {"optimizer": {"type": "muon"}},
         "mesh": {"expert": 2, "fsdp": 2},
-        "env": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"},
+        "env": {"XLA_FLAGS": xla_flags(4), "NPROC": "16"},
     }
     code, output = finish(tmp_path / "whole", **changes)
     assert code == 0, output
@@ -129,7 +130,7 @@ def test_a_kill_in_a_pipeline_changes_no_number_and_one_device_goes_on(
         **changes,
         "mesh": {"stage": 2, "fsdp": 2},
         "pipeline": {"repeats": 2},
-        "env": {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "NPROC": "16"},
+        "env": {"XLA_FLAGS": xla_flags(4), "NPROC": "16"},
     }
     code, output = finish(tmp_path / "whole", **staged)
     assert code == 0, output

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.ports import held_port
+from tests.xla_flags import xla_flags
 
 from fornax.checkpoint import Checkpointer
 from fornax.checkpoint.records import json_copy, read_records
@@ -162,8 +163,7 @@ def test_two_slices_of_two_devices_train_as_one_device(start: Any, finish: Any, 
     """Each process is a slice: FSDP inside it, the batch over both."""
 
     def variables(port: int, count: int, number: int) -> dict[str, str]:
-        flags = "--xla_force_host_platform_device_count=2"
-        return {**by_hand(port, count, number), "XLA_FLAGS": flags}
+        return {**by_hand(port, count, number), "XLA_FLAGS": xla_flags(2)}
 
     changes: dict[str, Any] = {"steps": 6, "save_every": None, "eval": {}}
     code, output = finish(tmp_path / "one", **changes)
@@ -186,8 +186,7 @@ def test_stages_over_two_slices_train_as_one_device_and_a_kill_changes_no_number
     of the run that continued."""
 
     def variables(port: int, count: int, number: int) -> dict[str, str]:
-        flags = "--xla_force_host_platform_device_count=2"
-        return {**by_hand(port, count, number), "XLA_FLAGS": flags}
+        return {**by_hand(port, count, number), "XLA_FLAGS": xla_flags(2)}
 
     changes: dict[str, Any] = {
         "steps": 6,

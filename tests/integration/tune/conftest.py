@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.caches import fresh_cache
 from tests.unit.tune.tiny import save_chats, save_model
+from tests.xla_flags import xla_flags
 
 COMMAND = "import sys; from fornax.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
@@ -28,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """One device, and one compilation cache for all processes of the session."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    kept = {k: v for k, v in os.environ.items() if k != "NPROC"} | {"XLA_FLAGS": xla_flags()}
     return {**kept, "FORNAX_CACHE_DIR": fresh_cache(tmp_path_factory.mktemp("cache"))}
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from tests.unit.tune.tiny import save_grpo
+from tests.xla_flags import xla_flags
 
 from fornax.train import load_decoder
 
@@ -43,7 +44,7 @@ def start(folder: Path, out: Path) -> Any:
         "--no-doctor",
     ]
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "XLA_FLAGS": ""}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", "XLA_FLAGS": xla_flags()}
     return subprocess.Popen(
         words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from tests.memory import let_programs_go
 from tests.numerics.kernels.paged_codes import DTYPES, encoded, pages_of
+from tests.xla_flags import xla_flags
 
 from fornax import kernels
 from fornax.kernels._paged_attention.call import PagedCall, WriteCall
@@ -247,7 +248,7 @@ print(hashlib.sha256(np.asarray(o).tobytes()).hexdigest())
 def test_token_is_bitwise_the_same_with_any_number_of_threads() -> None:
     hashes = set()
     for threads in ("1", "2", "5"):
-        environment = {**os.environ, "NPROC": threads, "XLA_FLAGS": ""}
+        environment = {**os.environ, "NPROC": threads, "XLA_FLAGS": xla_flags()}
         done = subprocess.run(
             [sys.executable, "-c", _HASH],
             env=environment,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.ports import held_port
+from tests.xla_flags import xla_flags
 
 import fornax
 from fornax.config import environment
@@ -85,7 +86,7 @@ def _start(number: int, count: int, port: int, seconds: int = 180) -> subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env={**os.environ, "XLA_FLAGS": xla_flags(2)},
     )
 
 

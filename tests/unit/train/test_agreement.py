@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.xla_flags import xla_flags
 
 from fornax.cluster.coordination import CoordinationService
 from fornax.train.agreement import code_digest, differences, state_digests
@@ -107,7 +108,7 @@ def test_a_process_with_another_state_is_named_by_both(tmp_path: Path):
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, service.address, str(rank)],
-                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags()},
                 stdout=subprocess.PIPE,
                 text=True,
             )
