@@ -6,6 +6,7 @@ frozen `teacher`, which is where it began, and for DMD2 `fake`, trained on what 
 Shapes: B rows of a batch, X the shape of an example, M steps of a sampler.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,20 +30,12 @@ from fornax.diffusion.methods import DMD2, DPO, Consistency, FlowGRPO
 from fornax.diffusion.network import Network
 from fornax.diffusion.objectives import example_noise, example_uniform, stratified
 from fornax.diffusion.predictions import Point, to_data
-from fornax.diffusion.preference import (
-    diffusion_dpo,
-    rows_of,
-    step_kl,
-    step_logps,
-    step_means,
-)
+from fornax.diffusion.preference import diffusion_dpo, flow_grpo
 from fornax.diffusion.prompts import text_arrays
 from fornax.diffusion.rollouts import Groups, Pairs, only_drawn
 from fornax.diffusion.samplers import ddim, lcm
-from fornax.diffusion.sampling import Row
 from fornax.mesh import Rules, tree_shardings
 from fornax.train import Loss, PostTraining, Task
-from fornax.tune import losses
 
 __all__ = ["learner_task"]
 
@@ -266,45 +259,26 @@ def _grpo(
     batch: Any,
     key: jax.Array,
 ) -> Loss:
-    """The clipped surrogate of every random step of every image."""
+    """`preference.flow_grpo` of a batch of `Groups`."""
     del key
     objective = run.objective
-    table = ddim(objective.schedule(method.steps), method.eta)
-    old_BM = batch["logps"]
-    rows = jax.tree.map(lambda c: c[: old_BM.shape[1]], rows_of(table, jnp.float32))
-    path_MBX = jnp.moveaxis(batch["path"], 1, 0)
-    condition = network.condition(batch)
-    other_condition = network.teacher.condition(batch) if method.kl else None
 
-    def mean(model: Network, condition: Any, x_BX: jax.Array, row: Row) -> jax.Array:
-        call = lambda x, point: model(x, objective, point, condition)  # noqa: E731
-        return step_means(
-            call, x_BX, row, prediction=objective.prediction, sigma_data=objective.sigma_data
-        )
+    def under(model: Network) -> Callable[[jax.Array, Point], jax.Array]:
+        condition = model.condition(batch)
+        return lambda x_BX, point: model(x_BX, objective, point, condition)
 
-    def step(slices: tuple[jax.Array, jax.Array, Row]) -> tuple[jax.Array, jax.Array]:
-        x_BX, next_BX, row = slices
-        mean_BX = mean(network, condition, x_BX, row)
-        kl_B = jnp.zeros(len(x_BX))
-        if method.kl:
-            other_BX = mean(network.teacher, other_condition, x_BX, row)
-            kl_B = step_kl(mean_BX, jax.lax.stop_gradient(other_BX), row.noise)
-        return step_logps(mean_BX, row.noise, next_BX), kl_B
-
-    logps_MB, kl_MB = jax.lax.map(step, (path_MBX[:-1], path_MBX[1:], rows))
-    logps_BM = logps_MB.T
-    loss_BM, metrics = losses.policy_gradient(
-        logps_BM,
-        old_BM,
-        batch["advantages"][:, None],
-        jnp.ones_like(old_BM),
-        clip_low=method.clip,
-        clip_high=method.clip,
+    loss_B, metrics = flow_grpo(
+        under(network),
+        under(network.teacher) if method.kl else None,
+        jnp.moveaxis(batch["path"], 1, 0),
+        batch["logps"],
+        batch["advantages"],
+        ddim(objective.schedule(method.steps), method.eta),
+        prediction=objective.prediction,
+        sigma_data=objective.sigma_data,
+        clip=method.clip,
+        kl=method.kl,
     )
-    if method.kl:
-        loss_BM = loss_BM + method.kl * kl_MB.T
     weight_B = batch["weight"]
-    sums = {
-        name: (jnp.sum(jnp.mean(m, 1) * weight_B), jnp.sum(weight_B)) for name, m in metrics.items()
-    }
-    return replace(_sum(jnp.mean(loss_BM, 1), weight_B), metrics=sums)
+    sums = {name: (jnp.sum(m * weight_B), jnp.sum(weight_B)) for name, m in metrics.items()}
+    return replace(_sum(loss_B, weight_B), metrics=jax.tree.map(jax.lax.stop_gradient, sums))

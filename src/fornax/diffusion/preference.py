@@ -17,7 +17,15 @@ from fornax.diffusion.samplers import Table
 from fornax.diffusion.sampling import Network, Row, State, advance, row_noise
 from fornax.tune import losses
 
-__all__ = ["Trajectory", "diffusion_dpo", "draw", "step_kl", "step_logps", "step_means"]
+__all__ = [
+    "Trajectory",
+    "diffusion_dpo",
+    "draw",
+    "flow_grpo",
+    "step_kl",
+    "step_logps",
+    "step_means",
+]
 
 
 def diffusion_dpo(
@@ -146,3 +154,78 @@ def draw(
     steps = (rows_of(table, x_BX.dtype), jnp.arange(table.evaluations))
     end_BX, path = jax.lax.scan(step, x_BX, steps)
     return Trajectory(jnp.concatenate([path.x_MBX, end_BX[None]]), path.logps_MB)
+
+
+def flow_grpo(
+    network: Network,
+    reference: Network | None,
+    path_MBX: jax.Array,
+    old_logps_BM: jax.Array,
+    advantages_B: jax.Array,
+    table: Table,
+    *,
+    prediction: Prediction,
+    sigma_data: float = 0.5,
+    clip: float = 0.2,
+    kl: float = 0.04,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The clipped surrogate of the random steps, and the divergence of all steps (Flow-GRPO, Liu et
+    al. 2025).
+
+    mean over random steps of (surrogate + kl D) + kl D of the last step, D as `step_kl` has it. The
+    last step of `ddim` adds no noise, so rewards say nothing of the network there; but what it
+    claims there changes too, since it shares its parameters with the other steps, and it is most of
+    what is seen. Its divergence, with the deviation of the step before, is all that holds it: on
+    points around centres, without it the reward rose and then fell below where it began.
+
+    Args:
+      network: x_BX and a point to the output of the network that is trained.
+      reference: that of the model that the run began with; None where `kl` is 0.
+      path_MBX: states before each random step and after the last of them, of `draw`.
+      old_logps_BM: their log-probabilities where they were drawn.
+      advantages_B: of the examples.
+      table: that they were drawn with.
+      prediction: what the network's output is.
+      sigma_data: for `edm`.
+      clip: range of the ratio of probabilities, of means over elements.
+      kl: weight of the divergence.
+
+    Returns:
+      (B,) losses, and the metrics of `tune.losses.policy_gradient` and the divergence, (B,) each.
+
+    Raises:
+      ConfigError: a sampler without log-probabilities, or `kl` without a reference.
+    """
+    random, rows = random_steps(table), rows_of(table, path_MBX.dtype)
+    if kl and reference is None:
+        raise ConfigError(f"kl={kl:g} is of the divergence from a reference; give one, or kl 0")
+
+    def mean(network: Network, x_BX: jax.Array, row: Row) -> jax.Array:
+        return step_means(network, x_BX, row, prediction=prediction, sigma_data=sigma_data)
+
+    def apart(mean_BX: jax.Array, x_BX: jax.Array, row: Row, noise: jax.Array) -> jax.Array:
+        if not kl or reference is None:
+            return jnp.zeros(len(x_BX))
+        return step_kl(mean_BX, jax.lax.stop_gradient(mean(reference, x_BX, row)), noise)
+
+    def step(slices: tuple[jax.Array, jax.Array, Row]) -> tuple[jax.Array, jax.Array]:
+        x_BX, next_BX, row = slices
+        mean_BX = mean(network, x_BX, row)
+        return step_logps(mean_BX, row.noise, next_BX), apart(mean_BX, x_BX, row, row.noise)
+
+    noisy = jax.tree.map(lambda c: c[:random], rows)
+    logps_MB, kl_MB = jax.lax.map(step, (path_MBX[:-1], path_MBX[1:], noisy))
+    kl_B = jnp.mean(kl_MB, 0)
+    if kl and random < table.evaluations:
+        x_BX, row = path_MBX[-1], jax.tree.map(lambda c: c[-1], rows)
+        kl_B += apart(mean(network, x_BX, row), x_BX, row, noisy.noise[-1])
+    loss_BM, metrics = losses.policy_gradient(
+        logps_MB.T,
+        old_logps_BM,
+        advantages_B[:, None],
+        jnp.ones_like(old_logps_BM),
+        clip_low=clip,
+        clip_high=clip,
+    )
+    metrics = {name: jnp.mean(each, 1) for name, each in metrics.items()}
+    return jnp.mean(loss_BM, 1) + kl * kl_B, {**metrics, "kl": kl_B}

@@ -16,7 +16,7 @@ from fornax.diffusion.distill import (
     matching_losses,
     solver_levels,
 )
-from fornax.diffusion.preference import diffusion_dpo, draw, rows_of, step_kl, step_means
+from fornax.diffusion.preference import diffusion_dpo, draw, flow_grpo, rows_of, step_kl, step_means
 from fornax.diffusion.samplers import ddim, heun, lcm
 from fornax.diffusion.schedules import Discrete, scaled_linear_betas
 
@@ -192,6 +192,58 @@ def test_kl_of_a_step_is_that_of_two_normals():
 
     wanted = np.mean([kl(float(p), float(q)) for p, q in zip(mine[0], other[0], strict=True)])
     assert step_kl(mine, other, row.noise)[0] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_flow_grpo_is_the_surrogate_and_the_divergence_of_all_steps():
+    schedule, kl = flow(4), 0.3
+    table, advantages = ddim(schedule, 0.7), jnp.asarray([1.5, -0.5, -1.0])
+    noise = jnp.asarray(RANDOM.normal(size=(3, 6)))
+    path = draw(linear(0.4), noise, table, jax.random.key(1), prediction="data")
+    states, old = path.x_MBX[:-1], path.logps_MB[:-1].T  # the last step is not random
+
+    def run(scale, reference, kl):
+        found, metrics = flow_grpo(
+            linear(scale), reference, states, old, advantages, table,
+            prediction="data", kl=kl,
+        )  # fmt: skip
+        return found.sum(), (found, metrics)
+
+    def wanted(scale, divergences):
+        losses = np.zeros(3)
+        for m in range(4):
+            a0, s0, a1, s1 = (
+                schedule.alpha[m], schedule.sigma[m], schedule.alpha[m + 1], schedule.sigma[m + 1]
+            )  # fmt: skip
+            x, deviation = np.asarray(states[m]), table.noise[m] or table.noise[m - 1]
+            kept = np.sqrt(s1**2 - table.noise[m] ** 2)
+            mine, other = (
+                a1 * (s + s0) * (x @ W) + kept * (x - a0 * (s + s0) * (x @ W)) / s0
+                for s in (scale, 0.6)
+            )
+            part = kl * ((mine - other) ** 2 / (2 * deviation**2)).mean(1) * divergences
+            if m < 3:
+                logps = stats.norm(mine, deviation).logpdf(states[m + 1]).mean(1)
+                ratio = np.exp(logps - np.asarray(old)[:, m])
+                surrogate = np.minimum(
+                    ratio * np.asarray(advantages), np.clip(ratio, 0.8, 1.2) * advantages
+                )
+                part = (part - surrogate) / 3
+            losses += part
+        return losses
+
+    gradient = jax.jit(jax.value_and_grad(run, has_aux=True), static_argnums=(1, 2))
+    (_, (found, metrics)), slope = gradient(0.42, linear(0.6), kl)
+    np.testing.assert_allclose(found, wanted(0.42, 1), rtol=1e-9)
+    np.testing.assert_allclose(metrics["kl"], (wanted(0.42, 1) - wanted(0.42, 0)) / kl, rtol=1e-9)
+    step = 1e-6
+    finite = (wanted(0.42 + step, 1) - wanted(0.42 - step, 1)).sum() / (2 * step)
+    assert float(slope) == pytest.approx(float(finite), rel=1e-6)
+    # What was drawn is drawn by the network itself: ratios of 1.
+    (_, (found, metrics)), _ = gradient(0.4, None, 0.0)
+    np.testing.assert_allclose(metrics["ratio"], 1, rtol=1e-12)
+    np.testing.assert_allclose(found, -advantages, rtol=1e-12)
+    with pytest.raises(ConfigError, match="give one, or kl 0"):
+        run(0.4, None, kl)
 
 
 def test_stochastic_steps_keep_the_flows_marginals():

@@ -53,7 +53,12 @@ def test_a_method_trains_from_a_run_and_its_result_is_a_run(name, teacher, tmp_p
     assert result.step == 2
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in metrics.splitlines()]
-    assert all(np.isfinite(line["loss"]) for line in lines if "loss" in line)
+    steps = [line for line in lines if "loss" in line]
+    assert steps
+    assert all(np.isfinite(line["loss"]) for line in steps)
+    if name == "flow-grpo":  # what is drawn is what is learnt from: the step is on-policy
+        assert all(line["ratio"] == pytest.approx(1, abs=1e-3) for line in steps)
+        assert steps[0]["kl"] == pytest.approx(0, abs=1e-6)
     found = load_run(tmp_path / "run")
     before = load_run(teacher)
     images = found.draw(["bold serif R"], steps=2, guidance=1.0, sampler="lcm")
