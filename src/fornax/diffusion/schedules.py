@@ -87,13 +87,16 @@ class Schedule:
     def from_strength(self, strength: float) -> "Schedule":
         """The last `strength` of the steps, for a start from an image (see `sampling.noised`).
 
+        A part of a step is left out, but of a flow it is run whole, as diffusers has it.
+
         Args:
           strength: in (0, 1]; 1 keeps every step, and so nothing of the image but its mean.
 
         Raises:
           ConfigError: `strength` outside (0, 1], or so small that no step is left.
         """
-        kept = int(self.steps * strength) if 0 < strength <= 1 else 0
+        share = self.steps * strength if 0 < strength <= 1 else 0
+        kept = self.steps - int(self.steps - share) if self.path == "flow" else int(share)
         if kept < 1:
             raise ConfigError(
                 f"strength={strength:g} keeps no step of {self.steps}; it must lie in "

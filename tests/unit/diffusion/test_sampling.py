@@ -123,6 +123,8 @@ def test_a_start_from_images_keeps_the_last_steps():
     part = schedule.from_strength(0.3)
     assert part.steps == 3
     np.testing.assert_array_equal(part.sigma, schedule.sigma[7:])
+    # A part of a step is run of a flow alone.
+    assert [each.from_strength(0.35).steps for each in (schedule, flow(10))] == [3, 4]
     start = noised(part, NOISE, jnp.ones_like(NOISE))
     expected = part.alpha[0] + part.sigma[0] * np.asarray(NOISE)
     np.testing.assert_allclose(start, expected, rtol=1e-6)
