@@ -13,15 +13,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.flux import pipeline_flux_kontext, pipeline_flux_kontext_inpaint
+from diffusers.pipelines.flux2 import pipeline_flux2_klein_inpaint
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
-from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+from diffusers.pipelines.qwenimage import (
+    pipeline_qwenimage_edit,
+    pipeline_qwenimage_edit_inpaint,
+    pipeline_qwenimage_edit_plus,
+)
 from PIL import Image
 from tests.parity.diffusion_models import channels_first, check_output, randomized
+from tests.parity.test_diffusion_language_pipelines import flux2_klein
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fornax.diffusion.models import Condition
-from fornax.diffusion.pipelines import ImageRequest, Pipeline, load_pipeline, plan
+from fornax.diffusion.pipelines import ImageRequest, Pipeline, load_pipeline, plan, shown
 from fornax.diffusion.pipelines.references import bounded, of_area, preferred
 
 pytestmark = [
@@ -161,10 +167,8 @@ def test_flux2_dev(tmp_path: Path, side: str) -> None:
     check_output(found, want.reshape(1, 4, 6, 16).permute(0, 3, 1, 2))
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_flux_kontext(tmp_path: Path) -> None:
-    """Flux after an image; texts are given as states."""
+def kontext(kind: Any, folder: Path) -> Any:
+    """A pipeline of a class, saved."""
     transformer = diffusers.FluxTransformer2DModel(
         in_channels=16,
         num_layers=1,
@@ -178,7 +182,7 @@ def test_flux_kontext(tmp_path: Path) -> None:
     )
     clip = {"vocab_size": 262, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     t5 = {"vocab_size": 262, "d_model": 24, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    pipeline = diffusers.FluxKontextPipeline(
+    pipeline = kind(
         transformer=randomized(transformer),
         scheduler=flow(use_dynamic_shifting=True),
         vae=randomized(diffusers.AutoencoderKL(**VAE, shift_factor=0.1, scaling_factor=0.4)),
@@ -189,7 +193,15 @@ def test_flux_kontext(tmp_path: Path) -> None:
         text_encoder_2=transformers.T5EncoderModel(transformers.T5Config(**t5)),
         tokenizer_2=tokenizer(),
     )
-    pipeline.save_pretrained(tmp_path)
+    pipeline.save_pretrained(folder)
+    return pipeline
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_flux_kontext(tmp_path: Path) -> None:
+    """Flux after an image; texts are given as states."""
+    pipeline = kontext(diffusers.FluxKontextPipeline, tmp_path)
     noise, image, text, pooled = (
         normal(1, 8, 12, 4),
         picture(16, 20),
@@ -244,19 +256,8 @@ def told(encoder: Any, mark: int) -> None:
     encoder.forward = call
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("kind", "clean", "sizes"),
-    [
-        pytest.param("QwenImageEditPlus", True, [(32, 64), (40, 40)], marks=pytest.mark.slow),
-        pytest.param("QwenImageEdit", False, [(32, 64)], marks=pytest.mark.exhaustive),
-    ],
-)
-def test_qwen_image_edit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, clean: bool, sizes: Any
-) -> None:
-    """Qwen2.5-VL sees the images at one size, the transformer at another; there they are small."""
-    area = 2048
+def qwen_image_edit(kind: Any, clean: bool, folder: Path) -> Any:
+    """A pipeline of a class, saved; the images that its processor reads are not resized."""
     vision = {
         "depth": 2,
         "hidden_size": 16,
@@ -292,7 +293,7 @@ def test_qwen_image_edit(
         zero_cond_t=clean,
     )
     words = tokenizer()
-    pipeline = getattr(diffusers, f"{kind}Pipeline")(
+    pipeline = kind(
         scheduler=flow(use_dynamic_shifting=True, shift_terminal=0.02, max_shift=0.9),
         vae=randomized(vae),
         text_encoder=randomized(transformers.Qwen2_5_VLForConditionalGeneration(config)),
@@ -301,13 +302,30 @@ def test_qwen_image_edit(
         transformer=randomized(transformer),
     )
     images = transformers.Qwen2VLImageProcessor(patch_size=16)
-    pipeline.save_pretrained(tmp_path)
-    images.save_pretrained(tmp_path / "processor")
-    index = json.loads((tmp_path / "model_index.json").read_text())
+    pipeline.save_pretrained(folder)
+    images.save_pretrained(folder / "processor")
+    index = json.loads((folder / "model_index.json").read_text())
     index["processor"] = ["transformers", "Qwen2VLProcessor"]
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (folder / "model_index.json").write_text(json.dumps(index))
     pipeline.processor = Reads(images, words)
     told(pipeline.text_encoder, SPECIAL.index(MARK))
+    return pipeline
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("kind", "clean", "sizes"),
+    [
+        pytest.param("QwenImageEditPlus", True, [(32, 64), (40, 40)], marks=pytest.mark.slow),
+        pytest.param("QwenImageEdit", False, [(32, 64)], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_qwen_image_edit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, clean: bool, sizes: Any
+) -> None:
+    """Qwen2.5-VL sees the images at one size, the transformer at another; there they are small."""
+    area = 2048
+    pipeline = qwen_image_edit(getattr(diffusers, f"{kind}Pipeline"), clean, tmp_path)
     if kind == "QwenImageEdit":
         made = pipeline_qwenimage_edit.calculate_dimensions
         monkeypatch.setattr(
@@ -338,6 +356,118 @@ def test_qwen_image_edit(
         true_cfg_scale=4.0,
     )
     check_output(found, pipeline._unpack_latents(want, 16, 24, 2)[:, :, 0])
+
+
+def given(monkeypatch: pytest.MonkeyPatch, module: Any, noise: np.ndarray) -> None:
+    """Have a module of diffusers take this noise, and the means of its latents."""
+
+    def draw(shape: Any, **_: Any) -> torch.Tensor:
+        return channels_first(noise).reshape(shape)
+
+    monkeypatch.setattr(module, "randn_tensor", draw)
+    monkeypatch.setattr(module, "retrieve_latents", lambda encoded, **_: encoded.latent_dist.mode())
+
+
+def masked(height: int, width: int) -> np.ndarray:
+    """float32 [H, W]: ones in the middle."""
+    mask_HW = np.zeros((height, width), np.float32)
+    mask_HW[height // 4 : height // 2, width // 4 : -4] = 1
+    return mask_HW
+
+
+def filled(pipeline: Pipeline, noise: np.ndarray, image: np.ndarray, **fields: Any) -> np.ndarray:
+    """Latents of a request as `fornax diffusion sample --image --mask` makes it."""
+    size = image.shape[:2]
+    strength = fields.pop("strength", None)
+    pictures = shown(pipeline, [Image.fromarray(image)], size, strength=strength, masked=True)
+    fields |= {"size": size, "mask": masked(*size), "strength": strength}
+    return drawn(pipeline, noise, **fields, **pictures)
+
+
+def as_image(mask_HW: np.ndarray) -> Image.Image:
+    return Image.fromarray((255 * mask_HW).astype(np.uint8))
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+@pytest.mark.parametrize("strength", [1.0, 0.7])
+def test_flux_kontext_inpaints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strength: float
+) -> None:
+    """It draws after the image that it fills."""
+    pipeline = kontext(diffusers.FluxKontextInpaintPipeline, tmp_path)
+    noise, image, text, pooled = (
+        normal(1, 8, 12, 4),
+        picture(16, 24),
+        normal(1, 6, 24),
+        normal(1, 8),
+    )
+    given(monkeypatch, pipeline_flux_kontext_inpaint, noise)
+    condition = Condition(text_BSD=text, pooled_BD=pooled, guidance_B=jnp.full((1,), 3.0))  # pyrefly: ignore
+    ours = at(load_pipeline(tmp_path), lambda size: size)
+    ours = dataclasses.replace(ours, encode=lambda prompts, size, guidance: condition)
+    found = filled(ours, noise, image, guidance=3.0, strength=strength)
+    want = theirs(
+        pipeline,
+        [image],
+        mask_image=as_image(masked(16, 24)),
+        strength=strength,
+        prompt_embeds=torch.from_numpy(text),
+        pooled_prompt_embeds=torch.from_numpy(pooled),
+        height=16,
+        width=24,
+        max_area=16 * 24,
+        guidance_scale=3.0,
+        _auto_resize=False,
+    )
+    check_output(found, pipeline._unpack_latents(want, 16, 24, 2))
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_qwen_image_edit_inpaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    area, module = 2048, pipeline_qwenimage_edit_inpaint
+    pipeline = qwen_image_edit(diffusers.QwenImageEditInpaintPipeline, False, tmp_path)
+    made = module.calculate_dimensions
+    monkeypatch.setattr(module, "calculate_dimensions", lambda target, ratio: made(area, ratio))
+    noise, image = normal(1, 16, 32, 4), picture(32, 64)
+    given(monkeypatch, module, noise)
+    ours = at(_seen_at(tmp_path, monkeypatch, area), functools.partial(of_area, area=area))
+    found = filled(ours, noise, image, guidance=4.0)
+    want = theirs(
+        pipeline,
+        [image],
+        mask_image=as_image(masked(32, 64)),
+        strength=1.0,
+        prompt="A red fox",
+        negative_prompt=" ",
+        true_cfg_scale=4.0,
+    )
+    check_output(found, pipeline._unpack_latents(want, 32, 64, 2)[:, :, 0])
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_flux2_klein_inpaints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    klein, _ = flux2_klein()
+    pipeline = diffusers.Flux2KleinInpaintPipeline(**klein.components)
+    pipeline.save_pretrained(tmp_path)
+    noise, image = normal(1, 16, 16, 16), picture(64, 64)
+    given(monkeypatch, pipeline_flux2_klein_inpaint, noise)
+    ours = load_pipeline(tmp_path)
+    latents = np.moveaxis(filled(ours, noise, image, guidance=4.0), 1, -1)
+    found = np.moveaxis(np.asarray(ours.decode(jnp.asarray(latents))), -1, 1)
+    want = theirs(
+        pipeline,
+        [image],
+        mask_image=as_image(masked(64, 64)),
+        strength=1.0,
+        prompt="A red fox",
+        height=64,
+        width=64,
+        guidance_scale=4.0,
+    )
+    check_output(found, pipeline.vae.decode(want).sample)
 
 
 def _seen_at(folder: Path, monkeypatch: pytest.MonkeyPatch, area: int) -> Pipeline:

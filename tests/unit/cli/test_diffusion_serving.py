@@ -45,6 +45,33 @@ def test_pictures_are_drawn_after_and_with_a_strength_started_from(monkeypatch, 
     assert "starts from one" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_a_mask_is_filled_after_the_picture_that_has_it(monkeypatch, tmp_path):
+    """A model that edits sees the picture, where others are told of it by what is kept alone."""
+    picture, mask, out = (tmp_path / f"{name}.png" for name in ("picture", "mask", "out"))
+    pixels = np.random.default_rng(0).integers(128, 256, (SIDE, SIDE, 3)).astype(np.uint8)
+    Image.fromarray(pixels).save(picture)
+    where = np.zeros((SIDE, SIDE), np.uint8)
+    where[:3] = 255
+    Image.fromarray(where).save(mask)
+
+    def drawn(references, *words):
+        pipeline = make_pipeline(denoiser=After(), references=references)
+        monkeypatch.setattr("fornax.diffusion.pipelines.load_pipeline", lambda *_, **__: pipeline)
+        command = ["diffusion", "sample", "m", "--prompt", "R", "--steps", "2", "--out", str(out)]
+        assert main([*command, "--image", str(picture), *words]) == 0
+        return np.asarray(Image.open(out)).astype(int)
+
+    one = References(size=lambda size: size, most=1, needed=True)
+    found, other = (drawn(each, "--mask", str(mask)) for each in (one, None))
+    kept = np.asarray(Image.fromarray(pixels).convert("L"))[where == 0]
+    for each in (found, other):
+        assert np.abs(each[where == 0] - kept).max() <= 1
+    assert np.abs(found - other)[where > 0].max() > 5
+    # What needs a picture to draw after has the one that it starts from.
+    assert np.abs(drawn(one, "--strength", "0.5") - drawn(None, "--strength", "0.5")).max() > 5
+
+
 def test_flags_reach_the_server(monkeypatch):
     calls = []
     target = "fornax.diffusion.server.launch.serve_pipeline"

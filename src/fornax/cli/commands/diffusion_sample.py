@@ -59,7 +59,7 @@ class Arguments:
     fps: Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="")] = None
     """Frames of a video per second (default: the model's)."""
     image: Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")] = ()
-    """To draw after; with strength, or where the model cannot, one to start from."""
+    """To draw after; with strength, mask or where it cannot, one to start from."""
     strength: Annotated[float | None, arg(metavar="X", help_behavior_hint="")] = None
     """Share of the schedule that a start goes through (default: 0.8, or 1 with a mask)."""
     mask: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
@@ -156,21 +156,13 @@ def _rate(arguments: Arguments, pipeline: "Pipeline") -> float | None:
 
 
 def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]":
-    from fornax.diffusion.pipelines import ImageRequest, draws_after, parse_size
-    from fornax.diffusion.pipelines.pictures import open_picture, read_mask, to_array, to_pixels
+    from fornax.diffusion.pipelines import ImageRequest, parse_size, shown
+    from fornax.diffusion.pipelines.pictures import open_picture, read_mask, to_array
 
     size = pipeline.size if arguments.size is None else parse_size(arguments.size)
-    image = mask = None
-    references: tuple[np.ndarray, ...] = ()
+    mask = None
     pictures = [open_picture(path, f"--image {path}") for path in arguments.image]
-    if draws_after(pipeline, arguments.strength, arguments.mask):
-        references = tuple(map(to_pixels, pictures))
-    elif len(pictures) > 1:
-        raise ConfigError(
-            f"--image names {len(pictures)} pictures, and this model starts from one; give one"
-        )
-    elif pictures:
-        image = to_array(pictures[0], size, pipeline.channels)
+    strength, masked = arguments.strength, arguments.mask is not None
     if arguments.mask is not None:
         mask = read_mask(open_picture(arguments.mask, f"--mask {arguments.mask}"), size)
     control = None
@@ -189,11 +181,10 @@ def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]
             guidance=arguments.guidance,
             seed=arguments.seed,
             sampler=arguments.sampler,
-            image=image,
-            references=references,
-            strength=arguments.strength,
+            strength=strength,
             mask=mask,
             control=control,
+            **shown(pipeline, pictures, size, strength=strength, masked=masked),
         )
         for prompt in arguments.prompt or (None,)
     ]

@@ -11,7 +11,7 @@ from fornax.diffusion.pipelines.pipeline import (
     join,
     parse_size,
 )
-from fornax.diffusion.pipelines.request import ImageRequest, draws_after, plan
+from fornax.diffusion.pipelines.request import ImageRequest, plan, shown
 from fornax.diffusion.pipelines.saving import save_pipeline, with_denoiser
 
 __all__ = [
@@ -23,12 +23,12 @@ __all__ = [
     "References",
     "Size",
     "convert_pipeline",
-    "draws_after",
     "join",
     "load_pipeline",
     "parse_size",
     "plan",
     "save_pipeline",
+    "shown",
     "with_adapters",
     "with_denoiser",
 ]

@@ -173,13 +173,17 @@ def _empirical_shift(steps: int, tokens: int) -> float:
     return math.exp(many + (many - few) / 190 * (steps - 200))
 
 
+_edit_one = functools.partial(_qwen_image_edit, 1, AREA, lambda number: "")
 EDITING_FAMILIES: Mapping[str, Callable[[Parts], Pipeline]] = {
     "FluxKontextPipeline": _kontext,
-    "QwenImageEditPipeline": functools.partial(_qwen_image_edit, 1, AREA, lambda number: ""),
+    "FluxKontextInpaintPipeline": _kontext,
+    "QwenImageEditPipeline": _edit_one,
+    "QwenImageEditInpaintPipeline": _edit_one,
     "QwenImageEditPlusPipeline": functools.partial(
         _qwen_image_edit, None, 384 * 384, "Picture {}: ".format
     ),
     "Flux2Pipeline": _flux2,
     "Flux2KleinPipeline": _flux2_klein,
+    "Flux2KleinInpaintPipeline": _flux2_klein,
 }
 """What loads a folder, as `families.FAMILIES`."""

@@ -12,7 +12,15 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from fornax.config.errors import DataError
 from fornax.diffusion.pipelines.pipeline import Size
 
-__all__ = ["FORMATS", "encode_picture", "open_picture", "read_mask", "to_array", "to_pixels"]
+__all__ = [
+    "FORMATS",
+    "encode_picture",
+    "open_picture",
+    "read_mask",
+    "resized",
+    "to_array",
+    "to_pixels",
+]
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 _MOST_PIXELS = 64 << 20
@@ -46,14 +54,18 @@ def open_picture(source: Path | bytes, what: str) -> Image.Image:
     return picture
 
 
+def resized(picture: Image.Image, size: Size, channels: int = 3) -> Image.Image:
+    """A picture stretched to a size, in colour or grey; transparency is dropped."""
+    picture = picture.convert("RGB" if channels == 3 else "L")
+    if picture.size == size[::-1]:
+        return picture
+    return picture.resize(size[::-1], Image.Resampling.LANCZOS)
+
+
 def to_array(picture: Image.Image, size: Size, channels: int) -> np.ndarray:
     """A picture at a size -> float32 [H, W, C] in [-1, 1]; transparency is dropped."""
-    height, width = size
-    picture = picture.convert("RGB" if channels == 3 else "L")
-    if picture.size != (width, height):
-        picture = picture.resize((width, height), Image.Resampling.LANCZOS)
-    array = np.asarray(picture, np.float32) / 127.5 - 1
-    return array.reshape(height, width, channels)
+    array = np.asarray(resized(picture, size, channels), np.float32) / 127.5 - 1
+    return array.reshape(*size, channels)
 
 
 def to_pixels(picture: Image.Image, size: Size | None = None) -> np.ndarray:

@@ -5,23 +5,25 @@ Legend: B images, H height, W width, C channels, X axes of a latent.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from PIL import Image
 
 from fornax.config import nearest
 from fornax.config.errors import ConfigError
 from fornax.diffusion.models.condition import Condition
+from fornax.diffusion.pipelines.pictures import resized, to_array, to_pixels
 from fornax.diffusion.pipelines.pipeline import Frames, Job, Pipeline, Size
 from fornax.diffusion.pipelines.references import read_reference
 from fornax.diffusion.samplers import SAMPLERS, Table
 from fornax.diffusion.sampling import noised
 from fornax.diffusion.schedules import Schedule
 
-__all__ = ["ImageRequest", "draws_after", "plan"]
+__all__ = ["ImageRequest", "plan", "shown"]
 
 _SEEDS = 2**32
 _STEPS = 1000
@@ -65,10 +67,46 @@ class ImageRequest:
     """float32 [count, *X] standard normal noise instead of the seed's."""
 
 
-def draws_after(pipeline: Pipeline, strength: float | None, mask: object | None) -> bool:
-    """Whether images that are given are those to draw after (`ImageRequest.references`), and not
-    one to start from: of a model that can, where nothing says how much of it is kept."""
-    return pipeline.references is not None and strength is None and mask is None
+def shown(
+    pipeline: Pipeline,
+    pictures: Sequence[Image.Image],
+    size: Size,
+    *,
+    strength: float | None,
+    masked: bool,
+    crop: bool = False,
+) -> dict[str, Any]:
+    """Fields of `ImageRequest` of pictures: `references` to draw after, `image` to start from.
+
+    A model that can draws after them, unless `strength` alone is given. Others, and with a strength
+    or a mask these too, start from the first. Where a model does both, as to fill a mask in what it
+    edits, it reads that one as it is started from, stretched to the size.
+
+    Args:
+      pipeline: the model.
+      pictures: as they were given, of any size.
+      size: of the request.
+      strength: likewise.
+      masked: whether it has a mask.
+      crop: whether references are cut to the proportions of the size and brought to it, so that
+        requests of one size are of one shape.
+
+    Raises:
+      ConfigError: several pictures, of which all but one would be left out.
+    """
+    known, found = pipeline.references, dict[str, Any]()
+    after = known is not None and (strength is None or masked or known.needed)
+    starts = known is None or strength is not None or masked
+    if len(pictures) > 1 and not after:
+        raise ConfigError(
+            f"{len(pictures)} images are given, and this model starts from one; give one"
+        )
+    if pictures and starts:
+        found["image"] = to_array(pictures[0], size, pipeline.channels)
+    if after:
+        seen = [resized(pictures[0], size), *pictures[1:]] if pictures and starts else pictures
+        found["references"] = tuple(to_pixels(one, size if crop else None) for one in seen)
+    return found
 
 
 def plan(pipeline: Pipeline, request: ImageRequest) -> Job:

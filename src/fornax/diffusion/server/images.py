@@ -15,12 +15,10 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from fornax.config.errors import ConfigError, DataError, EngineError
-from fornax.diffusion.pipelines import ImageRequest, Size, draws_after, parse_size
+from fornax.diffusion.pipelines import ImageRequest, Size, parse_size, shown
 from fornax.diffusion.pipelines.pictures import (
     encode_picture,
     open_picture,
-    to_array,
-    to_pixels,
 )
 from fornax.diffusion.server.engine import Done, Failed, Partial, Told
 from fornax.diffusion.server.multipart import read_form
@@ -207,20 +205,17 @@ def _pictures(
     pipeline, edits = server.engine.pipeline, isinstance(started, EditBody)
     files = started.image if isinstance(started, EditBody) else [started.image]
     mask_file = started.mask if isinstance(started, EditBody) else None
-    after = edits and draws_after(pipeline, started.strength, mask_file)
-    if len(files) > 1 and not after:
-        raise ApiError(
-            400, f"{len(files)} images, and this request starts from one; give one", param="image"
-        )
+    # A variation is drawn over its image, as with the usual strength.
+    strength = started.strength if edits else started.strength or 1.0
     try:
         opened = [open_picture(file, "image") for file in files]
-        if after:
-            return {"references": tuple(to_pixels(picture, size) for picture in opened)}
-        (picture,) = opened
-        image = to_array(picture, size, pipeline.channels)
+        masked = mask_file is not None
+        found = shown(pipeline, opened, size, strength=strength, masked=masked, crop=True)
         if mask_file is None:
-            return {"image": image}
-        mask = open_picture(mask_file, "mask")
+            return found
+        mask, picture = open_picture(mask_file, "mask"), opened[0]
+    except ConfigError as error:
+        raise ApiError(400, str(error), param="image") from None
     except DataError as error:
         param = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=param) from None
@@ -239,7 +234,7 @@ def _pictures(
         )
     height, width = size
     alpha = np.asarray(mask.convert("RGBA").getchannel("A").resize((width, height), 0))
-    return {"image": image, "mask": (alpha < 128).astype(np.float32)}
+    return {**found, "mask": (alpha < 128).astype(np.float32)}
 
 
 async def _drawn(

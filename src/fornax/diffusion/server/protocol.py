@@ -86,7 +86,7 @@ class EditBody(StreamedBody, StartedBody):
 
     image: Annotated[list[bytes], Field(min_length=1, max_length=16)]
     """Pictures, PNG, JPEG or WebP, brought to the size: to draw after, one or several, where the
-    model can and neither mask nor strength is given; else one to start from."""
+    model can and strength alone is not given; else, and the first with a mask, to start from."""
     mask: bytes | None = None
     """A PNG of the picture's size; where it is transparent, is drawn (default: everywhere, from
     the noised picture)."""

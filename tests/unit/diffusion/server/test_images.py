@@ -233,6 +233,10 @@ def test_unknown_models_are_404(app):
         ({"image": PICTURE[:-60]}, "image cannot be read"),
         ({"image": PICTURE, "mask": PICTURE}, "no transparency"),
         ({"image": PICTURE, "mask": file(np.zeros((4, 4, 4), np.uint8))}, "give them one size"),
+        (
+            {"image[]": PICTURE, "image": PICTURE},
+            "2 images are given, and this model starts from one",
+        ),
         ({}, "image is missing"),
         ({"image": PICTURE, "prompt": b"R"}, "prompt is sent as a file"),
     ],
@@ -267,7 +271,7 @@ def test_a_model_without_an_encoder_of_images_refuses_edits():
 
 
 def test_several_pictures_are_drawn_after_where_the_model_can():
-    """They come as `image[]`; with a strength one of them is the start instead."""
+    """They come as `image[]`; the first is the start too where it has a mask or a strength."""
     pipeline = make_pipeline(
         denoiser=After(),
         references=References(size=lambda size: size, most=2, needed=True),
@@ -276,30 +280,33 @@ def test_several_pictures_are_drawn_after_where_the_model_can():
     pictures = [np.full(shape, 200, np.uint8), np.full(shape, 90, np.uint8)]
     app.wait()
 
-    def edit(count, **fields):
+    mask = np.full((SIDE, SIDE, 4), 255, np.uint8)
+    mask[2:5, :, 3] = 0
+
+    def edit(*more, **fields):
         return app.request(
             "POST",
             "/v1/images/edits",
-            files=[("image[]", ("a.png", file(each))) for each in pictures[:count]],
+            files=[("image[]", ("a.png", file(each))) for each in pictures] + list(more),
             data={"prompt": "R", "seed": "3", **fields},
         )
 
     try:
-        found, refused = edit(2), {}
-        refused["2 images, and this request starts from one"] = edit(2, strength="0.5")
-        refused["draws after an image"] = app.request(
-            "POST", "/v1/images/generations", json={"prompt": "R"}
-        )
+        answers = [edit(), edit(strength="0.5"), edit(("mask", ("m.png", file(mask))))]
+        refused = app.request("POST", "/v1/images/generations", json={"prompt": "R"})
     finally:
         app.engine.shutdown()
-    assert found.status_code == 200, found.text
-    request = ImageRequest(prompt="R", seed=3, references=tuple(pictures))
-    (want,) = pipeline.images(pipeline.run(plan(pipeline, request)))
-    drawn = np.asarray(opened(found.json()["data"][0]["b64_json"]))
-    assert np.abs(drawn.astype(int) - want[..., 0]).max() <= 1
-    for message, answer in refused.items():
-        assert answer.status_code == 400
-        assert message in answer.json()["error"]["message"]
+    image = (pictures[0][..., :1] / 127.5 - 1).astype(np.float32)
+    where = (mask[..., 3] == 0).astype(np.float32)
+    shown = [{}, {"image": image, "strength": 0.5}, {"image": image, "mask": where}]
+    for answer, fields in zip(answers, shown, strict=True):
+        assert answer.status_code == 200, answer.text
+        request = ImageRequest(prompt="R", seed=3, references=tuple(pictures), **fields)
+        (want,) = pipeline.images(pipeline.run(plan(pipeline, request)))
+        drawn = np.asarray(opened(answer.json()["data"][0]["b64_json"]))
+        assert np.abs(drawn.astype(int) - want[..., 0]).max() <= 1
+    assert refused.status_code == 400
+    assert "draws after an image" in refused.json()["error"]["message"]
 
 
 def test_health_and_metrics(app):
