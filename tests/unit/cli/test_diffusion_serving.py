@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.unit.diffusion.server.conftest import SIDE, After, make_pipeline
+from tests.unit.diffusion.test_step_caches import random_transformer
 
 from fornax.cli.main import main
+from fornax.diffusion.models.transformer import RopeConfig
 from fornax.diffusion.pipelines import References
+from fornax.diffusion.pipelines.calibration import CALIBRATION, Calibration
 from fornax.diffusion.server.config import ImageServerConfig
 
 
@@ -70,6 +73,34 @@ def test_a_mask_is_filled_after_the_picture_that_has_it(monkeypatch, tmp_path):
     assert np.abs(found - other)[where > 0].max() > 5
     # What needs a picture to draw after has the one that it starts from.
     assert np.abs(drawn(one, "--strength", "0.5") - drawn(None, "--strength", "0.5")).max() > 5
+
+
+@pytest.mark.slow
+def test_a_model_that_edits_is_calibrated_with_a_picture(monkeypatch, tmp_path, capsys):
+    positions = RopeConfig(axes=(4, 2, 2), sample_axes=(1, 2), reference_axis=0)
+    pipeline = make_pipeline(
+        denoiser=random_transformer(positions=positions),
+        references=References(size=lambda size: size, needed=True),
+        to_latents=lambda image_BHWC: image_BHWC[..., :1],
+    )
+    monkeypatch.setattr("fornax.diffusion.pipelines.load_pipeline", lambda *_, **__: pipeline)
+    pictures = []
+    for value in (60, 200):
+        pictures.append(str(tmp_path / f"{value}.png"))
+        Image.new("RGB", (SIDE, SIDE), (value,) * 3).save(pictures[-1])
+    command = ["diffusion", "calibrate", str(tmp_path), "--prompt", "R", "--steps", "4"]
+    assert main(command) == 2
+    assert "give one (--image)" in capsys.readouterr().err
+    found = []
+    for picture in pictures:
+        assert main([*command, "--image", picture]) == 0
+        assert "teacache at 0.1" in capsys.readouterr().out
+        found.append(Calibration.load(tmp_path / CALIBRATION))
+    assert found[0] != found[1]
+    plain = make_pipeline(denoiser=random_transformer())
+    monkeypatch.setattr("fornax.diffusion.pipelines.load_pipeline", lambda *_, **__: plain)
+    assert main([*command, "--image", pictures[0]]) == 2
+    assert "leave it out" in capsys.readouterr().err
 
 
 def test_flags_reach_the_server(monkeypatch):

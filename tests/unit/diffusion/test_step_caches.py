@@ -27,12 +27,14 @@ TEACACHE = StepCache(kind="teacache", threshold=1.25, coefficients=(1.0, 0.0))
 MAGCACHE = StepCache(kind="magcache", threshold=0.15, magnitudes=(1.0, 1.2, 1.1, 1.05, 1.04, 1.02))
 
 
-def random_transformer() -> Transformer:
-    """Two blocks, random everywhere: fresh ones have zeros that hide what blocks do."""
+def random_transformer(**changes) -> Transformer:
+    """Two blocks, random everywhere: fresh ones have zeros that hide what blocks do. Keywords are
+    fields of `TransformerConfig`."""
     config = DiTConfig(
         channels=1, patch=4, num_layers=2, num_heads=2, head_dim=8, classes=26, mlp_ratio=2.0
     )
-    abstract = nnx.eval_shape(lambda: Transformer(config.transformer(), rngs=nnx.Rngs(0)))
+    whole = dataclasses.replace(config.transformer(), **changes)
+    abstract = nnx.eval_shape(lambda: Transformer(whole, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     rng = np.random.default_rng(0)
     return nnx.merge(

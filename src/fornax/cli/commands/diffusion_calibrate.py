@@ -2,11 +2,14 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from fornax.config import ConfigError
+
+if TYPE_CHECKING:
+    from fornax.diffusion.pipelines import ImageRequest, Pipeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +22,7 @@ class Arguments:
 
     examples:
       fornax diffusion calibrate runs/letters --prompt "bold serif R" "italic sans G" --steps 20
+      fornax diffusion calibrate wan-i2v/ --prompt "it flies away" --image bird.jpg --frames 33
       fornax diffusion sample runs/letters --prompt "bold serif A" --steps 20 --cache teacache
     """
 
@@ -34,6 +38,10 @@ class Arguments:
     """euler, dpm++2m, unipc and others (default: the model's)."""
     size: Annotated[str | None, arg(metavar="WxH", help_behavior_hint="")] = None
     """Width and height in pixels (default: the model's)."""
+    frames: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Of a video (default: the model's)."""
+    image: Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")] = ()
+    """To draw after, or one that the video begins with."""
     seed: int = 0
     """Of the noise."""
     dtype: Annotated[
@@ -45,29 +53,15 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Measure, keep, print."""
-    from fornax.diffusion.pipelines import ImageRequest, join, load_pipeline, parse_size, plan
-    from fornax.diffusion.pipelines.calibration import CALIBRATION, calibrate
+    from fornax.diffusion.pipelines import join, load_pipeline, plan
+    from fornax.diffusion.pipelines.calibration import CALIBRATION, calibrate, check_cacheable
     from fornax.mesh import initialize, parse_dtype
 
     initialize()
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     pipeline = load_pipeline(arguments.model, dtype=dtype)
-    references, frames = pipeline.references, pipeline.frames
-    needed = references is not None and references.needed
-    begins = frames is not None and frames.begin is not None
-    if pipeline.follows or pipeline.fills or needed or begins:
-        raise ConfigError(f"{arguments.model} needs a picture, and a calibration draws from noise")
-    requests = [
-        ImageRequest(
-            prompt=prompt,
-            size=None if arguments.size is None else parse_size(arguments.size),
-            steps=arguments.steps,
-            guidance=arguments.guidance,
-            sampler=arguments.sampler,
-            seed=arguments.seed,
-        )
-        for prompt in arguments.prompt or (None,)
-    ]
+    check_cacheable(pipeline)
+    requests = _requests(arguments, pipeline)
     found, measured = calibrate(pipeline, join([plan(pipeline, each) for each in requests]))
     path = arguments.model / CALIBRATION
     found.save(path)
@@ -75,3 +69,31 @@ def run(arguments: Arguments) -> int:
     for each in measured:
         print(each, flush=True)  # noqa: T201
     return 0
+
+
+def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]":
+    """One of each prompt."""
+    from fornax.diffusion.pipelines import ImageRequest, parse_size, shown
+    from fornax.diffusion.pipelines.pictures import open_picture
+
+    size = pipeline.size if arguments.size is None else parse_size(arguments.size)
+    pictures = [open_picture(path, f"--image {path}") for path in arguments.image]
+    begins = pipeline.frames is not None and pipeline.frames.begin is not None
+    if pictures and not begins and pipeline.references is None:
+        raise ConfigError(
+            f"--image {arguments.image[0]}: {pipeline.name} neither draws after an image nor "
+            "begins a video with one, and a calibration draws from noise; leave it out"
+        )
+    return [
+        ImageRequest(
+            prompt=prompt,
+            size=size,
+            frames=arguments.frames,
+            steps=arguments.steps,
+            guidance=arguments.guidance,
+            sampler=arguments.sampler,
+            seed=arguments.seed,
+            **shown(pipeline, pictures, size, strength=None, masked=False),
+        )
+        for prompt in arguments.prompt or (None,)
+    ]
