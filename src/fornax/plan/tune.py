@@ -24,9 +24,6 @@ from fornax.plan.traced import Sampled, TracedStep, forward_facts, held_bytes, t
 from fornax.train import Task
 from fornax.tune.config import (
     DistillConfig,
-    KTOConfig,
-    PreferenceConfig,
-    RewardModelConfig,
     RLConfig,
     SFTConfig,
     TuneConfig,
@@ -117,15 +114,6 @@ def _unknown(config: TuneConfig, model: DecoderConfig) -> Iterator[tuple[str, st
         yield (
             "distill, whose teacher has a pass and memory of its own,",
             "plan the student's step as fornax plan tune sft, and add the teacher's weights",
-        )
-    if isinstance(config, KTOConfig):
-        yield "kto, whose baseline is a pass of its own,", "plan as fornax plan tune dpo"
-    if isinstance(config, RewardModelConfig):
-        yield "reward, whose model has a head of its own,", "plan as fornax plan tune dpo"
-    if isinstance(config, PreferenceConfig) and config.lora is not None:
-        yield (
-            "dpo with lora, whose reference is a pass without the adapters,",
-            "plan it without lora, which needs more, or plan fornax plan tune sft with lora",
         )
     if model.experts is not None:
         yield "a model with experts", "plan its training with fornax plan, whose step is as large"

@@ -18,19 +18,25 @@ from fornax.models import Decoder
 from fornax.train.task import Batch, Batches, Hosts, Loss, PostTraining, Task
 from fornax.tune.config import (
     GRPOConfig,
+    KTOConfig,
     PPOConfig,
     PreferenceConfig,
+    RewardModelConfig,
     RLConfig,
     SFTConfig,
     TuneConfig,
 )
 from fornax.tune.methods import method_of
 from fornax.tune.policy import ModelOrigin, policy
+from fornax.tune.reward_model import scored
 from fornax.tune.rl.forward import BothPolicies, Forward, ValueParam, attach_value_head
 from fornax.tune.rl.task import Objective
 from fornax.tune.tasks.grpo import grpo_objective
+from fornax.tune.tasks.kto import LABEL, kto_baseline, kto_loss
+from fornax.tune.tasks.pairs import PairLoss
 from fornax.tune.tasks.ppo import ppo_objective
 from fornax.tune.tasks.preference import needs_reference, preference_loss
+from fornax.tune.tasks.reward_model import reward_loss
 from fornax.tune.tasks.sft import sft_loss
 
 __all__ = ["RunShapes", "run_shapes"]
@@ -68,7 +74,8 @@ def run_shapes(config: TuneConfig, origin: ModelOrigin) -> RunShapes:
     Raises:
       ConfigError: a method whose steps depend on more than shapes; adapters that match no module.
     """
-    made = policy(config, origin)
+    made = scored(config, origin) if isinstance(config, RewardModelConfig) else None
+    made = made or policy(config, origin)
     model = _Model(build=made.build, trained=made.trained)
     count = made.trained_parameters
     match config:
@@ -78,7 +85,7 @@ def run_shapes(config: TuneConfig, origin: ModelOrigin) -> RunShapes:
             return RunShapes(
                 task=_task(model, loss), batch=batch, passes={}, trained_parameters=count
             )
-        case PreferenceConfig():
+        case PreferenceConfig() | KTOConfig() | RewardModelConfig():
             return _pairs(config, model, count)
         case GRPOConfig():
             return _reinforced(config, model, count, grpo_objective(config))
@@ -91,23 +98,35 @@ def run_shapes(config: TuneConfig, origin: ModelOrigin) -> RunShapes:
             return _reinforced(config, model, count + width, ppo_objective(config))
     raise ConfigError(
         f"the steps of tune {method_of(config).name} are not known from its config alone: they "
-        "depend on a teacher, a baseline or a head of its own; plan a step of tune sft or dpo"
+        "depend on a teacher; describe the student's step as that of tune sft"
     )
 
 
-def _pairs(config: PreferenceConfig, model: _Model, count: int) -> RunShapes:
+def _pairs(
+    config: PreferenceConfig | KTOConfig | RewardModelConfig, model: _Model, count: int
+) -> RunShapes:
     shape = (config.batch_size, 2, config.max_length)
     batch = _rows(shape, "loss_weights")
-    loss = partial(preference_loss, config=config.loss)
-    notes = [
-        "both answers of a pair are counted at max_length tokens",
-        "all positions of a row meet the vocabulary here: the run leaves out prompts",
-    ]
-    if needs_reference(config.loss) and config.reference == "stored":
-        batch["ref_logps"] = _float(shape[:2])
-        notes.append("the pass that stores the reference's log-probabilities is not counted")
+    compared = isinstance(config, KTOConfig)
+    loss: PairLoss[Decoder]
+    if isinstance(config, RewardModelConfig):
+        loss = partial(reward_loss, centre=config.centre)
+    elif isinstance(config, KTOConfig):
+        loss = partial(kto_loss, config=config)
+        batch[LABEL] = _float(shape[:1])
+    else:
+        loss = partial(preference_loss, config=config.loss)
+        compared = needs_reference(config.loss)
+    notes = ["both answers of a pair are counted at max_length tokens"]
+    if not isinstance(config, RewardModelConfig):
+        notes.append("all positions of a row meet the vocabulary here: the run leaves out prompts")
+        if compared and config.reference == "stored":
+            batch["ref_logps"] = _float(shape[:2])
+            notes.append("the pass that stores the reference's log-probabilities is not counted")
     task = _task(
-        model, lambda decoder, rows, key: loss(decoder, rows, remat=config.resolved_remat())
+        model,
+        lambda decoder, rows, key: loss(decoder, rows, remat=config.resolved_remat()),
+        measure=kto_baseline if isinstance(config, KTOConfig) else None,
     )
     return RunShapes(
         task=task, batch=batch, passes={}, trained_parameters=count, notes=tuple(notes)
@@ -149,7 +168,11 @@ def _passes(config: RLConfig, objective: Objective) -> Iterator[tuple[str, Forwa
         yield "score_reference", other
 
 
-def _task(model: _Model, loss: Callable[[Decoder, Batch, jax.Array], Loss]) -> Task[Decoder]:
+def _task(
+    model: _Model,
+    loss: Callable[[Decoder, Batch, jax.Array], Loss],
+    measure: Callable[..., dict] | None = None,
+) -> Task[Decoder]:
     def batches(split: str, hosts: Hosts) -> Batches:
         raise ValueError(f"a run by shapes has no {split} data")
 
@@ -157,7 +180,7 @@ def _task(model: _Model, loss: Callable[[Decoder, Batch, jax.Array], Loss]) -> T
         build=model.build,
         loss=loss,
         batches=batches,
-        post=PostTraining(trained=model.trained),
+        post=PostTraining(trained=model.trained, measure=measure),
     )
 
 
