@@ -6,7 +6,7 @@
 The same small decoder learns the same rows in the same order from the same first weights, by the
 same schedule and AdamW, in `fornax train`, in transformers' Trainer, and in a loop written by hand
 with JAX and Optax, once for each seed. Then `fornax train` with each of its usual optimizers, each
-at three learning rates. Every run is a process of its own; one that is done is not made again. It
+at four learning rates. Every run is a process of its own; one that is done is not made again. It
 needs torch, transformers and accelerate (`.venv-parity`).
 
 Legend: B rows, T tokens of a row, D width, N heads, K key-value heads, H head width.
@@ -31,7 +31,7 @@ from _harness import GUIDES, machine, table, versions, write_guide, write_result
 
 STEPS, ROWS, LENGTH, WARMUP, EVERY, HELD_OUT = 200, 16, 128, 20, 25, 8
 RATE, DECAY, LOWEST = 3e-3, 0.1, 0.1
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 MODEL = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -418,7 +418,7 @@ def compare_optimizers(args: argparse.Namespace) -> tuple[str, dict[str, Points]
         cells[best] = f"**{cells[best]}**"
         lines.append([name, *cells])
         curves[f"{name}, {rates[best]:g}"] = found[best].held_out
-    head = ("optimizer", "lowest rate", "middle", "highest")
+    head = ("optimizer", "lowest rate", "3 times", "10 times", "30 times")
     return table(head, lines), curves
 
 

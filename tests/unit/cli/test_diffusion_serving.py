@@ -50,7 +50,7 @@ def test_pictures_are_drawn_after_and_with_a_strength_started_from(monkeypatch, 
 
 @pytest.mark.slow
 def test_a_mask_is_filled_after_the_picture_that_has_it(monkeypatch, tmp_path):
-    """A model that edits sees the picture, where others are told of it by what is kept alone."""
+    """A model that edits sees the picture, where others only get what is kept of it."""
     picture, mask, out = (tmp_path / f"{name}.png" for name in ("picture", "mask", "out"))
     pixels = np.random.default_rng(0).integers(128, 256, (SIDE, SIDE, 3)).astype(np.uint8)
     Image.fromarray(pixels).save(picture)

@@ -116,7 +116,7 @@ def products(plan: Plan, name: str = "train_step") -> float:
 
 def held_alone(run: RunShapes) -> int:
     """Bytes of arrays of a reward model's run that are in memory though no step reads them, so
-    that they are no arguments of the compiled one."""
+    that the compiled one does not take them."""
     model = nnx.eval_shape(lambda: run.task.build(nnx.Rngs(0)))
     unread = nnx.state(model, nnx.PathContains("lm_head"))
     rows = [run.batch[name] for name in ("targets", "loss_weights")]
