@@ -276,7 +276,6 @@ def _grpo(
         ddim(objective.schedule(method.steps), method.eta),
         prediction=objective.prediction,
         sigma_data=objective.sigma_data,
-        clip=method.clip,
         kl=method.kl,
     )
     weight_B = batch["weight"]

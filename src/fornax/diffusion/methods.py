@@ -83,8 +83,6 @@ class FlowGRPO:
     """Share of its noise that is fresh (`samplers.ddim`)."""
     group: int = 8
     """Images of a prompt, whose rewards are compared; it divides `batch_size`."""
-    clip: float = 0.2
-    """Range of the ratio of probabilities, of means over elements."""
     kl: float = 0.04
     """Weight of the divergence from the model that the run began with. It alone holds the last
     step, which adds no noise: with 0 images drift in a long run."""
@@ -94,11 +92,8 @@ class FlowGRPO:
         _at_least("steps", self.steps, 2)
         _at_least("group", self.group, 2)
         _at_least("kl", self.kl, 0)
-        if not 0 < self.eta <= 1 or not 0 < self.clip < 1:
-            raise ConfigError(
-                f"method.eta={self.eta:g}, method.clip={self.clip:g}; eta lies in (0, 1] and clip "
-                "in (0, 1)"
-            )
+        if not 0 < self.eta <= 1:
+            raise ConfigError(f"method.eta={self.eta:g} must lie in (0, 1]")
 
 
 Method = Denoise | Consistency | DMD2 | DPO | FlowGRPO
