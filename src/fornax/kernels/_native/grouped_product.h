@@ -127,15 +127,16 @@ template <typename T>
 struct Wide {
   static constexpr int64_t kDepth = 128;  // of a block: a panel of it fits the first cache
   static constexpr int64_t kPanel = (kLanes >= 16 ? 4 : 2) * kLanes;
-  static constexpr int64_t kRows = 4;  // rows that `product` takes at once
+  static constexpr int64_t kRows = kLanes >= 16 ? 4 : 6;  // that `product` takes at once
 
   int64_t rows;
   float *a, *b;
 
-  static int64_t floats(int64_t rows) { return (round_up(rows, kRows) + kTaskColumns) * kDepth; }
+  static int64_t padded(int64_t rows) { return round_up(rows, kRows); }
+  static int64_t floats(int64_t rows) { return (padded(rows) + kTaskColumns) * kDepth; }
 
   Wide(Arena& arena, int64_t height)
-      : rows(round_up(height, kRows)),
+      : rows(padded(height)),
         a(arena.take(rows * kDepth)),
         b(arena.take(kTaskColumns * kDepth)) {}
 
@@ -203,12 +204,11 @@ struct Narrow {
   int64_t rows;
   Half *a, *b;
 
-  static int64_t floats(int64_t rows) {
-    return (round_up(rows, kSide) + kTaskColumns) * kDepth / 2;
-  }
+  static int64_t padded(int64_t rows) { return round_up(rows, kSide); }
+  static int64_t floats(int64_t rows) { return (padded(rows) + kTaskColumns) * kDepth / 2; }
 
   Narrow(Arena& arena, int64_t height)
-      : rows(round_up(height, kSide)),
+      : rows(padded(height)),
         a(reinterpret_cast<Half*>(arena.take(rows * kDepth / 2))),
         b(reinterpret_cast<Half*>(arena.take(kTaskColumns * kDepth / 2))) {}
 
@@ -539,7 +539,7 @@ struct Product {
   void run_blocks(int64_t top, int64_t bottom, int64_t left, int64_t right) const {
     const int64_t height = bottom - top;
     Arena& arena = Arena::of_this_thread();
-    const int64_t room = round_up(height, 32) * kTaskColumns;
+    const int64_t room = Engine::padded(height) * kTaskColumns;
     arena.start(Engine::floats(height) + room);
     Engine engine(arena, height);
     float* sums = arena.take(room);
