@@ -3,10 +3,13 @@
 Of those that were compiled for their chips, `recipes/compiled.json` keeps what the compiler said.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +18,27 @@ import fornax
 from fornax.config import ConfigError, from_mapping, load, to_mapping
 from fornax.config.files import write_whole
 from fornax.diffusion.config import DiffusionConfig
+from fornax.models import config_to_hf
 from fornax.plan.denoiser import planned_facts
 from fornax.plan.diffusion import plan_diffusion
-from fornax.plan.facts import ProgramReport
+from fornax.plan.facts import Plan, ProgramReport
 from fornax.plan.format import format_bound, format_bytes, format_count, format_seconds
+from fornax.plan.serving import plan_serve
+from fornax.plan.serving.engine import ServingConfig
+from fornax.plan.serving_facts import ServePlan
 from fornax.plan.topology import Topology, parse_topology
 from fornax.plan.train import fitted, plan_train
+from fornax.plan.tune import plan_tune
 from fornax.train import TrainConfig
+from fornax.tune.config import TuneConfig
+from fornax.tune.methods import METHODS
 
 _PLANNED = re.compile(r"^# Planned for: (.+)$", re.MULTILINE)
-_TITLE = re.compile(r"^# ((Pretrain|Train) .+)$", re.MULTILINE)
+_TITLE = re.compile(r"# (.+)$", re.MULTILINE)
+_COMMAND = re.compile(
+    r"^#   fornax (train|diffusion train|tune \w+|serve \S+) --config ", re.MULTILINE
+)
+_SHAPES = re.compile(r"^# Shapes of the model: recipes/(.+)\.yaml", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +69,53 @@ class DenoiserRecipe(_Planned):
     def config(self) -> DiffusionConfig:
         """The configuration."""
         return load(DiffusionConfig, file=self.path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfModel(_Planned):
+    """A recipe for a published model, whose shapes another recipe has."""
+
+    shapes: str
+    """The recipe of pretraining with the model's shapes, by name."""
+
+    @contextlib.contextmanager
+    def model(self) -> Iterator[Path]:
+        """A folder with the model's config.json, which is all that a plan reads of it."""
+        base = load(TrainConfig, file=self.path.with_name(f"{self.shapes}.yaml")).model
+        assert base is not None
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config_to_hf(base)))
+            yield Path(folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneRecipe(_OfModel):
+    """A configuration of `fornax tune METHOD` and the chips that it is made for."""
+
+    method: str
+
+    def config(self) -> TuneConfig:
+        """The configuration."""
+        return load(METHODS[self.method].config_class(), file=self.path)
+
+    def plan(self, topology: Topology) -> Plan:
+        """As `fornax plan tune METHOD` plans it, its model's files not needed."""
+        with self.model() as folder:
+            return plan_tune(dataclasses.replace(self.config(), model=str(folder)), topology)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeRecipe(_OfModel):
+    """A configuration of `fornax serve` and the chips that it is made for."""
+
+    def config(self) -> ServingConfig:
+        """The configuration, of the engine alone."""
+        return load(ServingConfig, file=self.path)
+
+    def plan(self, topology: Topology) -> ServePlan:
+        """As `fornax plan serve --predicted` plans it, the model's files not needed."""
+        with self.model() as folder:
+            return plan_serve(folder, topology, self.config(), predicted=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,14 +160,34 @@ def find_denoiser_recipes(folder: Path | None = None) -> list[DenoiserRecipe]:
     return [one for one in _read(folder) if isinstance(one, DenoiserRecipe)]
 
 
-def _read(folder: Path | None) -> Iterator[Recipe | DenoiserRecipe]:
+def find_tune_recipes(folder: Path | None = None) -> list[TuneRecipe]:
+    """Every recipe of post-training that says what it is planned for, by name."""
+    return [one for one in _read(folder) if isinstance(one, TuneRecipe)]
+
+
+def find_serve_recipes(folder: Path | None = None) -> list[ServeRecipe]:
+    """Every recipe of serving that says what it is planned for, by name."""
+    return [one for one in _read(folder) if isinstance(one, ServeRecipe)]
+
+
+def _read(folder: Path | None) -> Iterator[_Planned]:
     for path in sorted((folder or recipes_folder()).glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        planned, title = _PLANNED.search(text), _TITLE.search(text)
-        if planned and title:
-            topologies = tuple(name.strip() for name in planned[1].split(","))
-            kind = Recipe if title[2] == "Pretrain" else DenoiserRecipe
-            yield kind(path=path, title=title[1], topologies=topologies)
+        planned, title, command = (p.search(text) for p in (_PLANNED, _TITLE, _COMMAND))
+        if not planned or not title or not command:
+            continue
+        topologies = tuple(name.strip() for name in planned[1].split(","))
+        common = {"path": path, "title": title[1], "topologies": topologies}
+        shapes, words = _SHAPES.search(text), command[1].split()
+        match words[0]:
+            case "train":
+                yield Recipe(**common)
+            case "diffusion":
+                yield DenoiserRecipe(**common)
+            case "tune" if shapes:
+                yield TuneRecipe(**common, shapes=shapes[1], method=words[1])
+            case "serve" if shapes:
+                yield ServeRecipe(**common, shapes=shapes[1])
 
 
 def program_key(recipe: Recipe | DenoiserRecipe, topology: Topology) -> str:
@@ -187,8 +268,99 @@ def recipes_page() -> str:
         for name in recipe.topologies:
             cells = _cells(recipe, parse_topology(name), kept.get((recipe.name, name)))
             lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *_denoisers(kept)]
+    lines += ["", *_denoisers(kept), "", *_tuned(), "", *_served(), "", *_SMALL]
     return "\n".join([*lines, ""])
+
+
+_SMALL = (
+    "## To run on this machine",
+    "",
+    "Small ones, most on what `fornax quickstart` leaves; the head of each has its command.",
+    "",
+    "| recipe | what it does | guide |",
+    "| --- | --- | --- |",
+    "| `stdlib`, `stdlib-moe` | pretrain a decoder | [training](../guides/training.md) |",
+    "| `letters` | train a DiT | [diffusion](../guides/diffusion-training.md) |",
+    "| `sft` | tune all parameters | [SFT](../guides/sft.md) |",
+    "| `lora` | tune adapters | [adapters](../guides/lora.md) |",
+    "| `dpo` | preferences between answers | [preference](../guides/preference.md) |",
+    "| `grpo` | rewards | [reinforcement](../guides/reinforcement.md) |",
+    "| `distill` | match a teacher | [distillation](../guides/distillation.md) |",
+    "| `serve` | OpenAI's API | [serving](../guides/serving.md) |",
+    "| `host` | a bundle over HTTP and gRPC | [hosting](../guides/hosting.md) |",
+)
+_TUNED_HEAD = (
+    *("recipe", "command", "chips", "rows of a step", "memory of a chip", "step", "MFU"),
+    *("tokens/s/chip", "tokens/day", "bound by"),
+)
+_SERVED_HEAD = (
+    *("recipe", "chips", "chips of an engine", "memory of a chip", "sequences of full length"),
+    *("sequences at once", "a token each", "tokens/s/chip", "bound by"),
+)
+
+
+def _tuned() -> Iterator[str]:
+    """Lines of the table of post-training."""
+    yield "## Post-training"
+    yield ""
+    yield "Configurations of `fornax tune`; the figures are those of `fornax plan tune`, from the"
+    yield "traced step ([plans](../guides/plan.md#plan-post-training)). Of `grpo`, memory is the"
+    yield "most of all programs, and the speed that of whole rounds. Distillation is not planned."
+    yield ""
+    yield f"| {' | '.join(_TUNED_HEAD)} |"
+    yield f"| {' | '.join(['---'] * len(_TUNED_HEAD))} |"
+    for recipe in find_tune_recipes():
+        for name in recipe.topologies:
+            topology, config = parse_topology(name), recipe.config()
+            plan = recipe.plan(topology)
+            most, speed = max((p.memory for p in plan.programs), key=lambda m: m.total), plan.speed
+            assert speed is not None
+            assert plan.run is not None
+            cells = (
+                f"`{recipe.name}`",
+                f"`tune {recipe.method}`",
+                f"`{topology.name}`",
+                f"{plan.run.batch_size} x {config.max_length}",
+                f"{format_bytes(most.total)} of {format_bytes(most.usable)}",
+                format_seconds(speed.step_seconds),
+                f"{speed.mfu:.1%}",
+                f"{speed.tokens_per_second_per_chip:,.0f}",
+                format_count(speed.tokens_per_day),
+                format_bound(speed.bound, topology.chip.platform),
+            )
+            yield f"| {' | '.join(cells)} |"
+
+
+def _served() -> Iterator[str]:
+    """Lines of the table of serving."""
+    yield "## Serving"
+    yield ""
+    yield "Configurations of `fornax serve`; the figures are those of `fornax plan serve"
+    yield "--predicted` ([plans](../guides/plan-serving.md)), at the largest batch of sequences"
+    yield "that are half as long as they may be."
+    yield ""
+    yield f"| {' | '.join(_SERVED_HEAD)} |"
+    yield f"| {' | '.join(['---'] * len(_SERVED_HEAD))} |"
+    for recipe in find_serve_recipes():
+        for name in recipe.topologies:
+            topology = parse_topology(name)
+            plan = recipe.plan(topology)
+            longest = plan.engine.max_model_len
+            half = min(one.context for one in plan.decode if 2 * one.context >= longest)
+            found = max((d for d in plan.decode if d.context == half), key=lambda d: d.batch)
+            memory = plan.memory
+            cells = (
+                f"`{recipe.name}`",
+                f"`{topology.name}`",
+                f"{plan.engine.chips:g}",
+                f"{format_bytes(memory.total)} of {format_bytes(memory.usable)}",
+                f"{memory.sequences:.0f}",
+                str(found.batch),
+                format_seconds(found.seconds),
+                f"{found.tokens_per_second_per_chip:,.0f}",
+                found.bound,
+            )
+            yield f"| {' | '.join(cells)} |"
 
 
 _DENOISER_HEAD = (

@@ -10,9 +10,13 @@ from fornax.plan.diffusion import plan_diffusion
 from fornax.plan.recipes import (
     DenoiserRecipe,
     Recipe,
+    ServeRecipe,
+    TuneRecipe,
     compiled_recipes,
     find_denoiser_recipes,
     find_recipes,
+    find_serve_recipes,
+    find_tune_recipes,
     program_key,
     recipes_page,
 )
@@ -21,6 +25,8 @@ from fornax.train.hosts import data_shards
 
 RECIPES = find_recipes()
 DENOISERS = find_denoiser_recipes()
+TUNED = find_tune_recipes()
+SERVED = find_serve_recipes()
 MODELS = ("llama3-8b", "llama3-8b-128k", "llama3-8b-1m", "llama3-70b",
           "llama3-405b", "qwen3-0.6b", "qwen3-8b", "qwen3-32b",
           "gemma3-4b", "gemma3-27b", "mixtral-8x7b", "qwen3-30b-a3b",
@@ -107,11 +113,30 @@ def test_a_denoiser_fits_its_chips(recipe: DenoiserRecipe):
         assert memory.total < 0.9 * memory.usable
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", TUNED, ids=lambda recipe: recipe.name)
+def test_a_recipe_of_tuning_fits_its_chips(recipe: TuneRecipe):
+    for name in recipe.topologies:
+        for program in recipe.plan(parse_topology(name)).programs:
+            assert program.memory.total < 0.9 * program.memory.usable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SERVED, ids=lambda recipe: recipe.name)
+def test_a_recipe_of_serving_fits_its_chips(recipe: ServeRecipe):
+    for name in recipe.topologies:
+        plan = recipe.plan(parse_topology(name))
+        assert plan.memory.total < 0.95 * plan.memory.usable
+        assert plan.memory.sequences > 16
+
+
 @pytest.mark.slow
 def test_the_table_has_a_row_for_every_pair():
-    page, denoisers = recipes_page().split("## Denoisers")
-    pairs = [name for recipe in DENOISERS for name in recipe.topologies]
-    for part, count in ((page, len(PAIRS)), (denoisers, len(pairs))):
+    page, denoisers, tuned, served, _ = recipes_page().split("\n## ")
+    counts = [len(PAIRS)]
+    for recipes in (DENOISERS, TUNED, SERVED):
+        counts.append(sum(len(recipe.topologies) for recipe in recipes))
+    for part, count in zip((page, denoisers, tuned, served), counts, strict=True):
         rows = [line for line in part.splitlines() if line.startswith("| `")]
         assert len(rows) == count
         assert all(row.count("|") == rows[0].count("|") for row in rows)

@@ -9,8 +9,8 @@ from fornax.diffusion.config import DiffusionConfig
 from fornax.train import TrainConfig
 
 EVERY = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
-DIFFUSION = [path for path in EVERY if "fornax diffusion train" in path.read_text()]
-RECIPES = [path for path in EVERY if path not in DIFFUSION]
+DIFFUSION = [path for path in EVERY if "fornax diffusion train --config" in path.read_text()]
+RECIPES = [path for path in EVERY if "fornax train --config" in path.read_text()]
 
 
 def test_there_are_recipes():
