@@ -93,6 +93,16 @@ def test_links_may_not_lead_out(root, tmp_path):
     assert "4" in found["m"].refused
 
 
+def test_a_repository_may_be_reached_by_a_link(root, tmp_path):
+    deploy(root, "m", 1)
+    linked = tmp_path / "linked"
+    linked.symlink_to(root.parent)
+    reached = linked / root.name
+    folder = scan(reached)["m"].versions[1]
+    assert examine(reached, folder) == examine(root, folder)
+    assert not examine(reached, folder).waiting
+
+
 def test_a_manifest_or_settings_that_lead_out_are_not_read(root, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text('{"files": {}}')

@@ -198,7 +198,7 @@ def examine(root: Path, folder: Path, before: Bundle | None = None) -> Bundle:
     digest = hashlib.blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()
     if before is not None and before.fingerprint == digest and not before.waiting:
         return before
-    return Bundle(digest, _waiting(root, folder, found))
+    return Bundle(digest, _waiting(Path(os.path.realpath(root)), folder, found))
 
 
 def _files(folder: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
