@@ -243,8 +243,11 @@ def _joined(
         assert pieces[0] is not None, "asked for where there is one"
         return pieces[0]
     rank = sum(len(piece[0]) for piece in pieces if piece is not None)
-    outputs, inputs = tensor.shape
-    down, up = np.zeros((rank, inputs), np.float32), np.zeros((outputs, rank), np.float32)
+    outputs, inputs = tensor.shape[:2]
+    # Those of a convolution have further axes (Sana's MLP).
+    a, b = next(piece for piece in pieces if piece is not None)
+    down = np.zeros((rank, inputs, *a.shape[2:]), np.float32)
+    up = np.zeros((outputs, rank, *b.shape[2:]), np.float32)
     row = place = 0
     for slot, piece in zip(tensor.slots, pieces, strict=True):
         width = slot.stored_shape[tensor.axis]
