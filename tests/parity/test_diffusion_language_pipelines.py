@@ -495,10 +495,12 @@ def test_each_is_tuned_on_the_latents_of_its_autoencoder(make, tmp_path):
     side = 4 * load_pipeline(tmp_path / "model").multiple
     pixels = RNG.integers(0, 256, (side, side, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    data = ImagesConfig(path=str(tmp_path / "a.png"), prompt="a fox", resolution=side)
+    data = ImagesConfig(
+        path=str(tmp_path / "a.png"), prompt="a fox", resolution=side, multiple=side, threads=1
+    )
     config = DiffusionTuneConfig(
         model=str(tmp_path / "model"),
-        data=dataclasses.replace(data, multiple=side, threads=1),
+        data=data,
         lora=LoRA(rank=2),
         batch_size=1,
         steps=1,
