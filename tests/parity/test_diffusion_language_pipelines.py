@@ -4,7 +4,6 @@ Tiny random models, saved and read; diffusers starts from the same latents. What
 too.
 """
 
-import dataclasses
 import string
 
 import diffusers
