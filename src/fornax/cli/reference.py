@@ -112,7 +112,7 @@ def _parameters(cls: type, refused: Mapping[str, str]) -> list[str]:
 
 
 def _recipes_page() -> str:
-    from fornax.plan.recipes import recipes_page
+    from fornax.plan.recipes_page import recipes_page
 
     return recipes_page()
 

@@ -18,8 +18,8 @@ from fornax.plan.recipes import (
     find_serve_recipes,
     find_tune_recipes,
     program_key,
-    recipes_page,
 )
+from fornax.plan.recipes_page import recipes_page
 from fornax.plan.topology import parse_topology
 from fornax.train.hosts import data_shards
 
