@@ -267,7 +267,7 @@ PLAN_TUNE = Group(
                 config=method.config_class,
             )
             for name, method in METHODS.items()
-            if name not in ("distill", "kto", "reward")
+            if name != "distill"
         )
     ),
 )
