@@ -339,3 +339,10 @@ def test_the_command_needs_a_config_json_alone(model, capsys, tmp_path):
     assert "whole run" not in out  # the data would say how long that is
     stored = json.loads((tmp_path / "plan.json").read_text())
     assert math.isclose(stored["round"]["train_seconds"], stored["programs"][0]["step_seconds"])
+
+
+@pytest.mark.parametrize("method", ["kto", "reward"])
+def test_methods_on_pairs_are_planned_by_the_command(model, capsys, method):
+    words = ["--model", model, "--data", "pairs.jsonl", "--max-length", "128", "--batch-size", "2"]
+    assert main(["plan", "tune", method, *words, "--topology", "h100:1"]) == 0
+    assert f"tune {method} on h100:1" in capsys.readouterr().out
