@@ -65,9 +65,9 @@ def print_keys(cls: type, prefix: str = "") -> None:
     if not shown:
         tops = {".".join(f.path.split(".")[:n]): None for f in fields for n in (1, 2, 3)}
         guess = nearest(prefix, tops)
-        hint = f"did you mean {guess}? " if guess else ""
+        hint = f"did you mean {guess}? It" if guess else "it"
         parts = ", ".join(dict.fromkeys(field.path.split(".")[0] for field in fields))
-        raise ConfigError(f"{prefix} is not a key of {cls.__name__}; {hint}It has {parts}")
+        raise ConfigError(f"{prefix} is not a key of {cls.__name__}; {hint} has {parts}")
     for field in shown:
         print("\n".join(_lines(field)))  # noqa: T201
 

@@ -48,9 +48,9 @@ def _dispatch(group: Group, words: list[str]) -> int:
     name, *rest = words
     if name not in group.commands:
         guess = nearest(name, group.commands)
-        hint = f"did you mean {guess}? " if guess else ""
+        hint = f"did you mean {guess}? It" if guess else "it"
         raise ConfigError(
-            f"{name} is not a command of {program}; {hint}It has {', '.join(group.commands)}"
+            f"{name} is not a command of {program}; {hint} has {', '.join(group.commands)}"
         )
     found = group.commands[name]
     return _dispatch(found, rest) if isinstance(found, Group) else _call(found, rest)

@@ -116,7 +116,7 @@ class TestUnknown:
         ("words", "message"),
         [
             (["trian"], "trian is not a command of fornax; did you mean train? It has quickstart,"),
-            (["xyz"], "xyz is not a command of fornax; It has quickstart,"),
+            (["xyz"], "xyz is not a command of fornax; it has quickstart,"),
             (
                 ["data", "biuld"],
                 "biuld is not a command of fornax data; did you mean build? It has",
