@@ -96,6 +96,8 @@ void copy_b(const Operand& b, int64_t left, int64_t columns, int64_t first, int6
 // c [rows, columns] = (add ? c : 0) + a panel of a times one of b.
 void multiply(int64_t depth, const float* a, const float* b, float* c, int64_t c_row, int64_t rows,
               int64_t columns, bool add) {
+  // c comes from memory while the sums are made: without, the stores wait for it.
+  for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) __builtin_prefetch(c + i * c_row, 1);
   Vec sums[kHigh][kVecs];
   clear(sums);
 #pragma GCC unroll 4
