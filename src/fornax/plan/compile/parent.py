@@ -26,7 +26,8 @@ from fornax.plan.compile.request import Request
 from fornax.plan.format import format_gib
 from fornax.plan.topology import Topology
 
-LIMIT_SECONDS = 3600.0
+LIMIT_SECONDS = 4 * 3600.0
+"""After which a compiler is taken to hang; the largest recipes take an hour of a slow core."""
 
 
 class Progress:
@@ -240,7 +241,10 @@ def _answer(event: Mapping[str, Any], folder: Path) -> Artifact | OutOfMemoryErr
 def _death(child: WorkerProcess, log: IO[bytes], deadline: float, limit_seconds: float) -> str:
     """How a child ended that did not finish."""
     if time.monotonic() >= deadline:
-        return f"took longer than {limit_seconds:g} s and was stopped; give it more time"
+        return (
+            f"took longer than {limit_seconds:g} s and was stopped; run it again where a core is "
+            "idle or faster, or plan with --predicted, which compiles nothing"
+        )
     code = child.wait()
     if code == -signal.SIGKILL:
         most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
