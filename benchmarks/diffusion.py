@@ -478,12 +478,17 @@ def own_of(name: str) -> str:
 
 
 def check(results: Mapping[str, _harness.Result]) -> None:
-    """Refuse to time contestants in float32 that do not compute the same."""
+    """Refuse to time contestants in float32 that do not compute the same; leave out what PyTorch's
+    compiler makes of a network that PyTorch itself computes like Fornax."""
     for name, result in results.items():
         if result.absent is None and not is_bf16(name) and not name.startswith(PEAK):
             wanted = results["fornax"].details["same"]
             apart = np.abs(np.subtract(result.details["same"], wanted)).max()
-            if not apart <= AGREE * np.abs(wanted).max():
+            if apart <= AGREE * np.abs(wanted).max():
+                continue
+            if name.endswith("-compiled"):
+                result.absent = f"computes {result.details['same']}, the others {wanted}"
+            else:
                 raise _harness.FailedError(
                     f"{name} computes {result.details['same']} and fornax {wanted}"
                 )

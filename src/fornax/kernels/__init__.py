@@ -47,7 +47,7 @@ from fornax.kernels._layer import (
     take_rows_operation,
 )
 from fornax.kernels._linear import LINEAR_OUTPUT, Weight, linear, linears
-from fornax.kernels._matmul import orthogonalize
+from fornax.kernels._matmul import orthogonalize, round_operand
 from fornax.kernels._native import build_all as build_native
 from fornax.kernels._native import compiled as compiled_native
 from fornax.kernels._noise import index_noise
@@ -238,6 +238,7 @@ __all__ = [
     "rms_norm_operation",
     "rotary_embedding",
     "rotary_embedding_operation",
+    "round_operand",
     "route_top_k",
     "sample_tokens",
     "sample_tokens_operation",

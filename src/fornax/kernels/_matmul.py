@@ -1,9 +1,10 @@
 """Products of matrices by the native CPU kernels `matmul.cc` and `float32_matmul.cc`.
 
 XLA's CPU backend repacks bfloat16 operands and starts its own threads in each product: a small
-model's reach a quarter of what these do. They need AVX512-BF16, and use AMX tiles where there are
-any. In float32 its products are as fast as the processor with AVX-512; with AVX2 alone these take a
-fifth less time, and no transposed operand is copied ahead of them.
+model's reach a quarter of what these do. `matmul.cc` needs AVX512-BF16, and uses AMX tiles where
+there are any. `float32_matmul.cc` multiplies bfloat16 matrices for every other processor with AVX2.
+In float32 XLA's products are as fast as the processor with AVX-512; with AVX2 alone those of
+`float32_matmul.cc` take a third less time, and no transposed operand is copied ahead of them.
 
 Legend: M rows, K summed over, N columns.
 """
@@ -24,7 +25,15 @@ from fornax.kernels import _native
 from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
-__all__ = ["LEFT_TRANSPOSED", "PLAIN", "RIGHT_TRANSPOSED", "matmul", "orthogonalize", "runs"]
+__all__ = [
+    "LEFT_TRANSPOSED",
+    "PLAIN",
+    "RIGHT_TRANSPOSED",
+    "matmul",
+    "orthogonalize",
+    "round_operand",
+    "runs",
+]
 
 PLAIN, RIGHT_TRANSPOSED, LEFT_TRANSPOSED = 0, 1, 2
 """a b, a b^T, a^T b; the kernel has the same numbers."""
@@ -36,34 +45,39 @@ _AXES = {PLAIN: ((1,), (0,)), RIGHT_TRANSPOSED: ((1,), (1,)), LEFT_TRANSPOSED: (
 
 
 _LEAST = 1 << 22
-"""Multiplications of a float32 product below which the call costs what the kernel gains."""
+"""Multiplications of a product in float32 below which the call costs what the kernel gains."""
 
 
-def _available(unit: str) -> bool:
+def _available(unit: str | None) -> bool:
     """Whether a unit's kernels run in this process, for arrays that lie on one device."""
     mesh = current_mesh()
     return (
-        current_platform() == "cpu"
+        unit is not None
+        and current_platform() == "cpu"
         and (mesh is None or mesh.size == 1)
-        and _suits(unit)
         and _native.unavailable(unit) is None
     )
 
 
-def _suits(unit: str) -> bool:
-    """Whether the processor has what a unit needs, and nothing that makes XLA as fast."""
-    if unit == "matmul":
-        return _native.has_features("avx512_bf16", "avx512bw", "avx512vl")
-    return _native.has_features("avx2", "fma") and not _native.has_features("avx512f")
+def _unit(dtype: DTypeLike) -> str | None:
+    """The unit that multiplies matrices of this dtype on this processor; None where XLA does."""
+    if jnp.dtype(dtype) == jnp.bfloat16 and _has_bfloat16():
+        return "matmul"
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+        return None
+    as_fast = jnp.dtype(dtype) == jnp.float32 and _native.has_features("avx512f")
+    return "float32_matmul" if _native.has_features("avx2", "fma") and not as_fast else None
+
+
+def _has_bfloat16() -> bool:
+    return _native.has_features("avx512_bf16", "avx512bw", "avx512vl")
 
 
 def runs(dtype: DTypeLike, *sizes: int) -> bool:
     """Whether a kernel multiplies matrices of this dtype with sides M, N and K."""
-    if min(sizes) < _FEWEST:
-        return False
-    if jnp.dtype(dtype) == jnp.float32:
-        return math.prod(sizes) >= _LEAST and _available("float32_matmul")
-    return jnp.dtype(dtype) == jnp.bfloat16 and _available("matmul")
+    unit = _unit(dtype)
+    large = min(sizes) >= _FEWEST and (unit == "matmul" or math.prod(sizes) >= _LEAST)
+    return large and _available(unit)
 
 
 def matmul(a: jax.Array, b: jax.Array, form: int, dtype: DTypeLike) -> jax.Array:
@@ -86,7 +100,8 @@ def _plain(a: jax.Array, b: jax.Array, *, form: int, dtype: Any) -> jax.Array:
 
 def _native_call(a: jax.Array, b: jax.Array, *, form: int, dtype: Any) -> jax.Array:
     result = jax.ShapeDtypeStruct(_shape(a, b, form), dtype)
-    target = "fornax_matmul" if a.dtype == jnp.bfloat16 else "fornax_float32_matmul"
+    halves = a.dtype == jnp.bfloat16 and _has_bfloat16()
+    target = "fornax_matmul" if halves else "fornax_float32_matmul"
     return jax.ffi.ffi_call(target, result)(a, b, form=np.int64(form))
 
 
@@ -134,6 +149,17 @@ ad.defbilinear(_matmul, _a_cotangent, _b_cotangent)
 batching.primitive_batchers[_matmul] = _batch
 
 
+def round_operand(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """x rounded to `dtype`, to be multiplied by XLA: in float32 where that is faster.
+
+    Products of bfloat16 matrices take XLA half as long again as those of float32 on a processor
+    without instructions for them.
+    """
+    if jnp.dtype(dtype) != jnp.bfloat16 or current_platform() != "cpu" or _has_bfloat16():
+        return x.astype(dtype)
+    return lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+
+
 _LARGEST = 1 << 19
 """Elements of a matrix that one thread orthogonalizes in its second cache."""
 
@@ -156,7 +182,9 @@ def orthogonalize(
     """
     *batch, R, C = x_BRC.shape
     fits = min(R, C) >= _FEWEST and R * C <= _LARGEST and 0 not in batch
-    if x_BRC.dtype != jnp.float32 or not fits or not _available("matmul"):
+    if x_BRC.dtype != jnp.float32 or not fits:
+        return None
+    if not (_has_bfloat16() and _available("matmul")):
         return None
     call = jax.ffi.ffi_call(
         "fornax_orthogonalize",

@@ -129,15 +129,17 @@ def orthogonalize(
     wide = jnp.promote_types(x_RC.dtype, jnp.float32)
     operand = wide if dtype == "float32" else jnp.dtype(dtype)
 
+    def rounded(a: jax.Array) -> jax.Array:
+        return kernels.round_operand(a, operand)
+
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.matmul(a.astype(operand), b.astype(operand), preferred_element_type=wide)
+        return jnp.matmul(rounded(a), rounded(b), preferred_element_type=wide)
 
     def by_rows(a: jax.Array, b: jax.Array) -> jax.Array:
         """a b^T. XLA's CPU backend makes a float32 product of one in bfloat16 with b.mT."""
         batch, last = tuple(range(a.ndim - 2)), (a.ndim - 1,)
         numbers = ((last, last), (batch, batch))
-        a, b = a.astype(operand), b.astype(operand)
-        return jax.lax.dot_general(a, b, numbers, preferred_element_type=wide)
+        return jax.lax.dot_general(rounded(a), rounded(b), numbers, preferred_element_type=wide)
 
     tall = x_RC.shape[-2] > x_RC.shape[-1]
     x = (x_RC.mT if tall else x_RC).astype(wide)

@@ -1,4 +1,5 @@
-"""The native float32 products against float64 of the same numbers, on any processor with AVX2.
+"""The native products in float32 arithmetic against float64 of the same numbers, on any processor
+with AVX2.
 
 Legend: M rows, K summed over, N columns.
 """
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from fornax.kernels import _matmul, _native, linear
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
@@ -25,6 +27,12 @@ SHAPES = [
     (181, 65, 385),  # a row more than are copied at once, a number more than are summed at once
     (365, 1601, 40),  # columns more than are copied at once
     (250, 64, 1155),
+    (1450, 50, 390),  # rows more than wait for another block of sums
+]
+TYPES = [
+    (jnp.float32, jnp.float32),
+    (jnp.bfloat16, jnp.bfloat16),
+    (jnp.bfloat16, jnp.float32),
 ]
 
 
@@ -35,17 +43,45 @@ def matrices(form: int, M: int, N: int, K: int) -> tuple[np.ndarray, np.ndarray]
     return a.astype(np.float32), b.astype(np.float32)
 
 
+@pytest.fixture
+def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors on which XLA's products are the slower ones."""
+    has = _native.has_features
+    monkeypatch.setattr(
+        _native,
+        "has_features",
+        lambda *names: not any(name.startswith("avx512") for name in names) and has(*names),
+    )
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
-def test_products_agree_with_float64(form: int, M: int, N: int, K: int) -> None:
-    a, b = matrices(form, M, N, K)
-    found = _matmul.matmul(jnp.asarray(a), jnp.asarray(b), form, jnp.float32)
-    left, right = a.astype(np.float64), b.astype(np.float64)
+@pytest.mark.parametrize(("of", "to"), TYPES, ids=lambda dtype: jnp.dtype(dtype).name)
+@pytest.mark.usefixtures("without_avx512")
+def test_products_agree_with_float64(
+    form: int, M: int, N: int, K: int, of: DTypeLike, to: DTypeLike
+) -> None:
+    a, b = (jnp.asarray(each, of) for each in matrices(form, M, N, K))
+    call = jax.jit(lambda a, b: _matmul.matmul(a, b, form, to))
+    assert "fornax_float32_matmul" in call.lower(a, b).as_text()
+    left, right = np.asarray(a, np.float64), np.asarray(b, np.float64)
     exact = (left.T if form == _matmul.LEFT_TRANSPOSED else left) @ (
         right.T if form == _matmul.RIGHT_TRANSPOSED else right
     )
     bound = 2**-24 * K * np.abs(left).max() * np.abs(right).max()
-    np.testing.assert_allclose(found, exact, rtol=0, atol=bound)
+    rounding = 2**-8 if to == jnp.bfloat16 else 0
+    np.testing.assert_allclose(np.asarray(call(a, b), np.float64), exact, rounding, bound)
+
+
+@pytest.mark.usefixtures("without_avx512")
+def test_infinities_and_what_is_no_number_stay_so_in_bfloat16() -> None:
+    a = np.eye(20, dtype=np.float32)
+    a[0, 0], a[1, 1], a[2, 2], a[3, 3] = np.nan, np.inf, -np.inf, 3.4e38
+    one = jnp.ones((20, 16), jnp.bfloat16)
+    found = _matmul.matmul(jnp.asarray(a, jnp.bfloat16), one, _matmul.PLAIN, jnp.bfloat16)
+    wanted = jnp.asarray(a, jnp.bfloat16).astype(jnp.float32) @ one.astype(jnp.float32)
+    wanted = wanted.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(found.astype(jnp.float32), wanted)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -66,15 +102,6 @@ def test_what_is_no_number_stays_where_it_belongs(form: int) -> None:
     assert np.isnan(found[3]).all()
     assert not np.isfinite(found[49]).any()
     assert np.isfinite(np.delete(found, (3, 49), axis=0)).all()
-
-
-@pytest.fixture
-def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`linear` as on processors on which XLA's products are the slower ones."""
-    has = _native.has_features
-    monkeypatch.setattr(
-        _native, "has_features", lambda *names: "avx512f" not in names and has(*names)
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-// Products of float32 matrices: a b, a b^T and a^T b.
+// Products of matrices in float32 arithmetic: a b, a b^T and a^T b. Of bfloat16 matrices too, for
+// processors that have no instructions for those: an operand is widened where it is copied anyway.
 //
 // Letters: M rows, K summed over, N columns; c [M, N]. A task is a part of c. For each block of the
 // depth a thread copies its parts of a and b into panels, in the order in which they are multiplied,
@@ -21,28 +22,32 @@ constexpr int64_t kRows = 30 * kHigh;        // whose panels of a fill half of a
 constexpr int64_t kColumns = 1536;           // whose panels of b lie in the third
 constexpr int64_t kFewest = 128;             // columns of a task, where threads share those of c
 constexpr int64_t kTasks = 2;                // of each thread, or it may wait for another
+constexpr int64_t kTall = 8 * kRows;         // rows whose float32 sums wait for another block
 
 // A matrix as it lies in memory; element (i, j) of the operand is at[j * row + i] if `transposed`.
+template <typename T>
 struct Operand {
-  const float* at;
+  const T* at;
   int64_t row;
   bool transposed;
 
-  const float* element(int64_t i, int64_t j) const {
+  const T* element(int64_t i, int64_t j) const {
     return transposed ? at + j * row + i : at + i * row + j;
   }
 };
 
-inline Vec load_some(const float* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  Vec v = {};
-  if (count > 0) std::memcpy(&v, from, count * sizeof(float));
-  return v;
+template <typename T>
+inline Vec load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load_wide(from);
+  T some[kLanes] = {};
+  if (count > 0) std::memcpy(some, from, count * sizeof(T));
+  return load_wide(some);
 }
 
 // `lines` rows of `count` numbers, `row` apart, become `count` lines of `lines` numbers, `to_row`
 // apart. Each line is written as a whole vector, over what comes behind it.
-void copy_across(const float* from, int64_t row, int64_t lines, int64_t count, float* to,
+template <typename T>
+void copy_across(const T* from, int64_t row, int64_t lines, int64_t count, float* to,
                  int64_t to_row) {
   for (int64_t j = 0; j < count; j += kLanes) {
     const int64_t some = std::min<int64_t>(kLanes, count - j);
@@ -56,30 +61,35 @@ void copy_across(const float* from, int64_t row, int64_t lines, int64_t count, f
 }
 
 // Copies a [rows, depth] as panels [depth, kHigh], zeros behind the last row.
-void copy_a(const Operand& a, int64_t top, int64_t rows, int64_t first, int64_t depth, float* to) {
+template <typename T>
+void copy_a(const Operand<T>& a, int64_t top, int64_t rows, int64_t first, int64_t depth,
+            float* to) {
   for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * depth) {
     const int64_t some = std::min<int64_t>(kHigh, rows - i);
-    const float* from = a.element(top + i, first);
+    const T* from = a.element(top + i, first);
     if (!a.transposed) {
       copy_across(from, a.row, some, depth, to, kHigh);
     } else if (some < kHigh) {
       for (int64_t k = 0; k < depth; ++k) {
-        for (int64_t r = 0; r < kHigh; ++r) to[k * kHigh + r] = r < some ? from[k * a.row + r] : 0;
+        for (int64_t r = 0; r < kHigh; ++r) {
+          to[k * kHigh + r] = r < some ? widen(from[k * a.row + r]) : 0;
+        }
       }
     } else {
       for (int64_t k = 0; k < depth; ++k) {
-        std::memcpy(to + k * kHigh, from + k * a.row, kHigh * sizeof(float));
+        for (int64_t r = 0; r < kHigh; ++r) to[k * kHigh + r] = widen(from[k * a.row + r]);
       }
     }
   }
 }
 
 // Copies b [depth, columns] as panels [depth, kWide], zeros behind the last column.
-void copy_b(const Operand& b, int64_t left, int64_t columns, int64_t first, int64_t depth,
+template <typename T>
+void copy_b(const Operand<T>& b, int64_t left, int64_t columns, int64_t first, int64_t depth,
             float* to) {
   for (int64_t j = 0; j < columns; j += kWide, to += kWide * depth) {
     const int64_t some = std::min(kWide, columns - j);
-    const float* from = b.element(first, left + j);
+    const T* from = b.element(first, left + j);
     for (int64_t v = 0; v < kWide; v += kLanes) {
       if (b.transposed) {
         const int64_t lines = std::clamp<int64_t>(some - v, 0, kLanes);
@@ -93,11 +103,15 @@ void copy_b(const Operand& b, int64_t left, int64_t columns, int64_t first, int6
   }
 }
 
-// c [rows, columns] = (add ? c : 0) + a panel of a times one of b.
-void multiply(int64_t depth, const float* a, const float* b, float* c, int64_t c_row, int64_t rows,
-              int64_t columns, bool add) {
-  // c comes from memory while the sums are made: without, the stores wait for it.
-  for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) __builtin_prefetch(c + i * c_row, 1);
+// c [rows, columns] = before, unless that is null, + a panel of a times one of b.
+template <typename To>
+void multiply(int64_t depth, const float* a, const float* b, const float* before,
+              int64_t before_row, To* c, int64_t c_row, int64_t rows, int64_t columns) {
+  // They come from memory while the sums are made: without, loads and stores wait for it.
+  for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
+    __builtin_prefetch(c + i * c_row, 1);
+    if (before != nullptr) __builtin_prefetch(before + i * before_row);
+  }
   Vec sums[kHigh][kVecs];
   clear(sums);
 #pragma GCC unroll 4
@@ -112,8 +126,9 @@ void multiply(int64_t depth, const float* a, const float* b, float* c, int64_t c
   if (rows >= kHigh && columns >= kWide) {
     for (int i = 0; i < kHigh; ++i) {
       for (int j = 0; j < kVecs; ++j) {
-        float* to = c + i * c_row + j * kLanes;
-        store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+        const float* more = before + i * before_row + j * kLanes;
+        store_narrow(c + i * c_row + j * kLanes,
+                     before != nullptr ? load(more) + sums[i][j] : sums[i][j]);
       }
     }
     return;
@@ -122,33 +137,51 @@ void multiply(int64_t depth, const float* a, const float* b, float* c, int64_t c
   std::memcpy(all, sums, sizeof all);
   for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
     for (int64_t j = 0; j < std::min(columns, kWide); ++j) {
-      float* to = c + i * c_row + j;
-      *to = add ? *to + all[i][j] : all[i][j];
+      const float sum = before != nullptr ? before[i * before_row + j] + all[i][j] : all[i][j];
+      narrow(sum, c + i * c_row + j);
     }
   }
 }
 
-// The rows [top, bottom) and columns [left, right) of c = a b.
-void product(const Operand& a, const Operand& b, int64_t K, float* c, int64_t c_row, int64_t top,
-             int64_t bottom, int64_t left, int64_t right) {
-  const int64_t blocks = (K + kDepth - 1) / kDepth;
+// The rows [top, bottom) and columns [left, right) of c = a b. Sums of several blocks of the depth wait
+// in c where that is float32.
+template <typename From, typename To>
+void product(const Operand<From>& a, const Operand<From>& b, int64_t K, To* c, int64_t c_row,
+             int64_t top, int64_t bottom, int64_t left, int64_t right) {
+  constexpr bool in_c = std::is_same_v<To, float>;
+  const int64_t blocks = (K + kDepth - 1) / kDepth, high = in_c || blocks == 1 ? bottom - top : kTall;
+  const int64_t wide = round_up(std::min(kColumns, right - left), kWide);
   const int64_t of_a = kRows * kDepth + 16;  // some numbers behind the last are written too
-  const int64_t of_b = round_up(std::min(kColumns, right - left), kWide) * kDepth;
+  const int64_t of_sums = in_c || blocks == 1 ? 0 : std::min(high, bottom - top) * wide;
   Arena& arena = Arena::of_this_thread();
-  arena.start(of_a + of_b);
-  float *panels_a = arena.take(of_a), *panels_b = arena.take(of_b);
+  arena.start(of_a + wide * kDepth + of_sums);
+  float *panels_a = arena.take(of_a), *panels_b = arena.take(wide * kDepth);
+  float* waiting = arena.take(of_sums);
   for (int64_t from = left; from < right; from += kColumns) {
     const int64_t columns = std::min(kColumns, right - from);
-    for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t first = K * block / blocks, depth = K * (block + 1) / blocks - first;
-      copy_b(b, from, columns, first, depth, panels_b);
-      for (int64_t high = top; high < bottom; high += kRows) {
-        const int64_t rows = std::min(kRows, bottom - high);
-        copy_a(a, high, rows, first, depth, panels_a);
-        for (int64_t j = 0; j < columns; j += kWide) {
-          for (int64_t i = 0; i < rows; i += kHigh) {
-            multiply(depth, panels_a + i * depth, panels_b + j * depth,
-                     c + (high + i) * c_row + from + j, c_row, rows - i, columns - j, block > 0);
+    for (int64_t start = top; start < bottom; start += high) {
+      To* to = c + start * c_row + from;
+      float* sums = waiting;
+      int64_t row = wide;
+      if constexpr (in_c) sums = to, row = c_row;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = K * block / blocks, depth = K * (block + 1) / blocks - first;
+        copy_b(b, from, columns, first, depth, panels_b);
+        for (int64_t at = 0; at < std::min(high, bottom - start); at += kRows) {
+          const int64_t rows = std::min({kRows, high - at, bottom - start - at});
+          copy_a(a, start + at, rows, first, depth, panels_a);
+          for (int64_t j = 0; j < columns; j += kWide) {
+            for (int64_t i = 0; i < rows; i += kHigh) {
+              const float *of_rows = panels_a + i * depth, *of_columns = panels_b + j * depth;
+              float* sum = sums + (at + i) * row + j;
+              const float* before = block > 0 ? sum : nullptr;
+              if (block + 1 < blocks) {
+                multiply(depth, of_rows, of_columns, before, row, sum, row, rows - i, columns - j);
+              } else {
+                multiply(depth, of_rows, of_columns, before, row, to + (at + i) * c_row + j, c_row,
+                         rows - i, columns - j);
+              }
+            }
           }
         }
       }
@@ -156,13 +189,17 @@ void product(const Operand& a, const Operand& b, int64_t K, float* c, int64_t c_
   }
 }
 
-ffi::Error call(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::F32> b,
-                ffi::Result<ffi::Buffer<ffi::F32>> c, int64_t form) {
+template <typename From, typename To>
+void call_of(ffi::ThreadPool& pool, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b,
+             ffi::AnyBuffer& c, int64_t form) {
   const bool left_transposed = form == 2, right_transposed = form == 1;
-  const auto of_a = a.dimensions(), of_b = b.dimensions(), of_c = c->dimensions();
+  const auto of_a = a.dimensions(), of_b = b.dimensions(), of_c = c.dimensions();
   const int64_t M = of_c[0], N = of_c[1], K = of_a[left_transposed ? 0 : 1];
-  const Operand from_a = {a.typed_data(), of_a[1], left_transposed};
-  const Operand from_b = {b.typed_data(), of_b[1], right_transposed};
+  const Operand<From> from_a = {static_cast<const From*>(a.untyped_data()), of_a[1],
+                                left_transposed};
+  const Operand<From> from_b = {static_cast<const From*>(b.untyped_data()), of_b[1],
+                                right_transposed};
+  To* to = static_cast<To*>(c.untyped_data());
   const int64_t threads = pool.num_threads();
   const int64_t tasks = threads == 1 ? 1 : kTasks * threads;
   const int64_t high = std::clamp<int64_t>((M + kRows - 1) / kRows, 1, tasks);
@@ -171,9 +208,24 @@ ffi::Error call(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::
   const auto row = [&](int64_t i) { return std::min(M, round_up(M * i / high, kHigh)); };
   const auto column = [&](int64_t i) { return std::min(N, round_up(N * i / wide, kWide)); };
   share_rows(pool, M, high * wide, [&](int64_t i) {
-    product(from_a, from_b, K, c->typed_data(), N, row(i / wide), row(i / wide + 1),
-            column(i % wide), column(i % wide + 1));
+    product(from_a, from_b, K, to, N, row(i / wide), row(i / wide + 1), column(i % wide),
+            column(i % wide + 1));
   });
+}
+
+ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b,
+                ffi::Result<ffi::AnyBuffer> c, int64_t form) {
+  const auto from = a.element_type(), to = c->element_type();
+  if (b.element_type() != from) return ffi::Error::InvalidArgument("operands differ in type");
+  if (from == ffi::F32 && to == ffi::F32) {
+    call_of<float, float>(pool, a, b, *c, form);
+  } else if (from == ffi::BF16 && to == ffi::BF16) {
+    call_of<Half, Half>(pool, a, b, *c, form);
+  } else if (from == ffi::BF16 && to == ffi::F32) {
+    call_of<Half, float>(pool, a, b, *c, form);
+  } else {
+    return ffi::Error::InvalidArgument("matrices are float32 or bfloat16");
+  }
   return ffi::Error::Success();
 }
 
@@ -183,7 +235,7 @@ ffi::Error call(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> a, ffi::Buffer<ffi::
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_float32_matmul, fornax::call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<int64_t>("form"));

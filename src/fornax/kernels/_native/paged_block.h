@@ -22,19 +22,6 @@ namespace {
 constexpr int64_t kKeys = 64;  // of a block
 constexpr float kLowest = -1e30f;
 
-inline Vec load_wide(const float* from) { return load(from); }
-inline Vec load_wide(const Half* from) {
-#if defined(__AVX512F__)  // of a conversion by the compiler's own vectors GCC makes two, and joins them
-  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return from_bits((IntVec)_mm512_cvtepu16_epi32(narrow) << 16);
-#else
-  typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
-  HalfVec narrow;
-  std::memcpy(&narrow, from, sizeof narrow);
-  return from_bits(__builtin_convertvector(narrow, IntVec) << 16);
-#endif
-}
-
 template <int by, int... lane>
 inline Vec rotate(Vec v, std::integer_sequence<int, lane...>) {
   return FORNAX_SHUFFLE(v, v, ((lane + by) % kLanes)...);

@@ -16,6 +16,10 @@
 
 #include "xla/ffi/api/ffi.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace fornax {
 
 namespace ffi = xla::ffi;
@@ -216,6 +220,30 @@ inline void narrow(float x, Half* to) {
   std::memcpy(&wide, &x, sizeof wide);
   const bool nan = (wide & 0x7fffffff) > 0x7f800000;
   to->raw = nan ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
+}
+
+// kLanes of them as float32, and back.
+inline Vec load_wide(const float* from) { return load(from); }
+inline Vec load_wide(const Half* from) {
+#if defined(__AVX512F__)  // of a conversion by the compiler's own vectors GCC makes two, and joins them
+  const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return from_bits((IntVec)_mm512_cvtepu16_epi32(narrow) << 16);
+#else
+  typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+  HalfVec narrow;
+  std::memcpy(&narrow, from, sizeof narrow);
+  return from_bits(__builtin_convertvector(narrow, IntVec) << 16);
+#endif
+}
+
+inline void store_narrow(float* to, Vec v) { store(to, v); }
+inline void store_narrow(Half* to, Vec v) {
+  typedef uint16_t HalfVec __attribute__((vector_size(kLanes * 2)));
+  typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+  const Bits wide = (Bits)v, nan = (Bits)(v != v);
+  const Bits near = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+  const HalfVec narrow = __builtin_convertvector((near & ~nan) | (nan & 0x7fc0), HalfVec);
+  std::memcpy(to, &narrow, sizeof narrow);
 }
 
 // Working memory of one thread that outlives the call: no page is faulted in twice.
