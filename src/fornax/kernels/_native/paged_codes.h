@@ -51,6 +51,7 @@ inline IntVec load_bytes(const void* from) {
 #endif
 }
 
+using fornax::load_wide;
 inline Vec load_wide(const Int8* from) { return __builtin_convertvector(load_bytes(from), Vec); }
 
 inline Vec load_wide(const Float8* from) {
