@@ -30,6 +30,7 @@ __all__ = [
     "PLAIN",
     "RIGHT_TRANSPOSED",
     "matmul",
+    "on_one_cpu",
     "orthogonalize",
     "round_operand",
     "runs",
@@ -48,15 +49,15 @@ _LEAST = 1 << 22
 """Multiplications of a product in float32 below which the call costs what the kernel gains."""
 
 
+def on_one_cpu() -> bool:
+    """Whether arrays lie on one device, a CPU."""
+    mesh = current_mesh()
+    return current_platform() == "cpu" and (mesh is None or mesh.size == 1)
+
+
 def _available(unit: str | None) -> bool:
     """Whether a unit's kernels run in this process, for arrays that lie on one device."""
-    mesh = current_mesh()
-    return (
-        unit is not None
-        and current_platform() == "cpu"
-        and (mesh is None or mesh.size == 1)
-        and _native.unavailable(unit) is None
-    )
+    return unit is not None and on_one_cpu() and _native.unavailable(unit) is None
 
 
 def _unit(dtype: DTypeLike) -> str | None:

@@ -37,6 +37,10 @@ def sum_products(a: jax.Array, b: jax.Array, inputs: int, *, transposed: bool = 
         form = _matmul.RIGHT_TRANSPOSED if transposed else _matmul.PLAIN
         b_2 = b.reshape(N, K) if transposed else b.reshape(K, N)
         return _matmul.matmul(a.reshape(M, K), b_2, form, a.dtype).reshape(*rows, *out)
+    if transposed and inputs > 1 and _matmul.on_one_cpu():
+        # XLA transposes the whole of b where it sums over several of its last axes.
+        a, b = a.reshape(*rows, K), b.reshape(*out, K)
+        return sum_products(a, b, 1, transposed=True)
     wide = jnp.promote_types(a.dtype, jnp.float32)
     first = outputs if transposed else 0
     axes = (tuple(range(lead, a.ndim)), tuple(range(first, first + inputs)))
