@@ -287,6 +287,12 @@ def _convolution(instruction: Instruction, shapes: list[Shape], traffic: int) ->
     return CallCost("matmul", Work(flops=2.0 * instruction.shape.size * inner), traffic)
 
 
+def _kernel_gradient(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of each place's window with the gradient there."""
+    inner = math.prod(instruction.shape.dims[:-1])
+    return CallCost("matmul", Work(flops=2.0 * shapes[1].size * inner), traffic)
+
+
 def _group_norm(_: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     """Return the cost of statistics and result, or of their gradients, from x and that of y."""
     work = Work(vector_flops=9.0 * sum(each.size for each in shapes[:-1]))
@@ -386,6 +392,9 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_add_rms_norm": _rms_norm,
     "fornax_rms_norm_gradient": _rms_norm_gradient,
     "fornax_convolution": _convolution,
+    "fornax_convolution_kernel_gradient": _kernel_gradient,
+    "fornax_float32_convolution": _convolution,
+    "fornax_float32_convolution_kernel_gradient": _kernel_gradient,
     "fornax_group_norm": _group_norm,
     "fornax_group_norm_gradient": _group_norm,
     "fornax_gated_linear_unit": _gated_linear_unit,

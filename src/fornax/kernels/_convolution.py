@@ -16,9 +16,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from fornax.config.errors import KernelError
-from fornax.kernels import _native
+from fornax.kernels import _matmul, _native
 from fornax.kernels._grouped.call import free_devices
 from fornax.kernels._layer.native import is_open
 from fornax.kernels._linear import LINEAR_OUTPUT, linear
@@ -74,10 +75,10 @@ def convolution(
 
     y[b, i] = sum_(w, c) x[b, i stride + w - before, c] kernel[w, c] + bias, as cross-correlation,
     with zeros outside of x. A convolution that is causal over frames has (window - 1, 0) as their
-    padding. In bfloat16 on one CPU with AVX512-BF16 it is native: sums and bias are float32,
-    rounded once, and an image's result has the same bits whatever the batch is; so are its
-    gradients, but for that of x where the stride is more than 1. Elsewhere it is XLA's, which
-    rounds the sum to the dtype of x before it adds the bias.
+    padding. On one CPU with AVX2 it is native in bfloat16, and without AVX-512 in float32: sums
+    and bias are float32, rounded once, and an image's result has the same bits whatever the batch
+    is; so are its gradients, but for that of x where the stride is more than 1. Elsewhere it is
+    XLA's, which rounds the sum to the dtype of x before it adds the bias.
 
     Args:
         x: [B, H, W, C], or [B, E, H, W, C] with E frames.
@@ -189,7 +190,7 @@ def _plain(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None)
 def _native_run(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
     B, *out, N = jax.eval_shape(functools.partial(_plain, how), x, kernel, None).shape
     y = jax.ShapeDtypeStruct((B, *how.lead, *out, N), x.dtype)
-    call = jax.ffi.ffi_call("fornax_convolution", y, vmap_method="sequential")
+    call = jax.ffi.ffi_call(f"fornax_{_unit_of(x.dtype)}", y, vmap_method="sequential")
     bias = jnp.zeros((0,)) if bias_N is None else bias_N.astype(jnp.float32)
     found = call(how.video(x), kernel.reshape(*how.lead, *kernel.shape), bias, **how.numbers)
     return found.reshape(B, *out, N)
@@ -234,7 +235,8 @@ def _x_cotangent(dy: jax.Array, x: Any, kernel: jax.Array, *, how: _How) -> jax.
 def _kernel_cotangent(dy: jax.Array, x: jax.Array, kernel: Any, *, how: _How) -> jax.Array:
     shape = kernel.aval.shape
     dkernel = jax.ShapeDtypeStruct((*how.lead, *shape), kernel.aval.dtype)
-    call = jax.ffi.ffi_call("fornax_convolution_kernel_gradient", dkernel, vmap_method="sequential")
+    target = f"fornax_{_unit_of(x.dtype)}_kernel_gradient"
+    call = jax.ffi.ffi_call(target, dkernel, vmap_method="sequential")
     return call(how.video(x), how.video(dy), **how.numbers).reshape(shape)
 
 
@@ -255,16 +257,23 @@ ad.defbilinear(_tangent, _x_cotangent, _kernel_cotangent)
 batching.primitive_batchers[_tangent] = _batch
 
 
+def _unit_of(dtype: DTypeLike) -> str | None:
+    """The unit that convolves on this processor; None where XLA does."""
+    unit = _matmul.unit_of(dtype)
+    return unit and unit.replace("matmul", "convolution")
+
+
 def _declines(call: ConvolutionCall) -> str | None:
-    if call.dtype != "bfloat16":
-        return f"it takes bfloat16, not {call.dtype}, which XLA multiplies as fast"
+    unit = _unit_of(call.dtype)
+    if unit is None:
+        return f"XLA is as fast in {call.dtype} on this processor"
     if min(call.channels, call.outputs) < _FEWEST:
         return f"it takes {_FEWEST} channels or more, not {min(call.channels, call.outputs)}"
+    if unit == "float32_convolution" and _work(call).flops < 2 * _matmul.LEAST:
+        return f"it takes {_matmul.LEAST:,} multiplications or more"
     if call.devices != 1:
         return f"XLA divides the call over {call.devices} devices"
-    if not _native.has_features("avx512_bf16", "avx512bw", "avx512vl"):
-        return "the processor has no AVX512-BF16"
-    return _native.unavailable("convolution")
+    return _native.unavailable(unit)
 
 
 def _benchmark(call: ConvolutionCall, run: Callable[..., jax.Array]) -> Callable[[], object]:

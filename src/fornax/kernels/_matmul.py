@@ -26,6 +26,7 @@ from fornax.kernels.registry import current_platform
 from fornax.mesh import current_mesh
 
 __all__ = [
+    "LEAST",
     "LEFT_TRANSPOSED",
     "PLAIN",
     "RIGHT_TRANSPOSED",
@@ -34,6 +35,7 @@ __all__ = [
     "orthogonalize",
     "round_operand",
     "runs",
+    "unit_of",
 ]
 
 PLAIN, RIGHT_TRANSPOSED, LEFT_TRANSPOSED = 0, 1, 2
@@ -45,7 +47,7 @@ _FEWEST = 16
 _AXES = {PLAIN: ((1,), (0,)), RIGHT_TRANSPOSED: ((1,), (1,)), LEFT_TRANSPOSED: ((0,), (0,))}
 
 
-_LEAST = 1 << 22
+LEAST = 1 << 22
 """Multiplications of a product in float32 below which the call costs what the kernel gains."""
 
 
@@ -60,7 +62,7 @@ def _available(unit: str | None) -> bool:
     return unit is not None and on_one_cpu() and _native.unavailable(unit) is None
 
 
-def _unit(dtype: DTypeLike) -> str | None:
+def unit_of(dtype: DTypeLike) -> str | None:
     """The unit that multiplies matrices of this dtype on this processor; None where XLA does."""
     if jnp.dtype(dtype) == jnp.bfloat16 and _has_bfloat16():
         return "matmul"
@@ -76,8 +78,8 @@ def _has_bfloat16() -> bool:
 
 def runs(dtype: DTypeLike, *sizes: int) -> bool:
     """Whether a kernel multiplies matrices of this dtype with sides M, N and K."""
-    unit = _unit(dtype)
-    large = min(sizes) >= _FEWEST and (unit == "matmul" or math.prod(sizes) >= _LEAST)
+    unit = unit_of(dtype)
+    large = min(sizes) >= _FEWEST and (unit == "matmul" or math.prod(sizes) >= LEAST)
     return large and _available(unit)
 
 

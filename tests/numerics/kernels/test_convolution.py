@@ -12,6 +12,7 @@ import pytest
 
 from fornax import kernels
 from fornax.config.errors import KernelError
+from fornax.kernels import _matmul, _native
 from fornax.models.remat import rematerialise
 
 CASES = [
@@ -64,6 +65,57 @@ def test_agrees_with_float64(
     assert y.dtype == x.dtype
     allowed = {"native": 2**-8, "xla": 2**-6 if dtype == "bfloat16" else 1e-5}[implementation]
     np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=allowed, atol=allowed)
+
+
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a processor with AVX2 alone convolves, small images too."""
+    has = _native.has_features
+    if not has("avx2", "fma") or _native.unavailable("float32_convolution") is not None:
+        pytest.skip("needs AVX2 and a C++ compiler")
+    monkeypatch.setattr(_matmul, "LEAST", 0)
+    monkeypatch.setattr(
+        _native,
+        "has_features",
+        lambda *names: not any(name.startswith("avx512") for name in names) and has(*names),
+    )
+
+
+LARGER = [
+    ((2, 29, 31, 52), (3, 3), 70, {}),  # several blocks of places, of the depth and of its taps
+    ((1, 40, 40, 33), (5, 3), 16, {"stride": (2, 1)}),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("shape", "window", "outputs", "options"), CASES + LARGER, ids=str)
+@pytest.mark.usefixtures("in_float32")
+def test_results_and_gradients_in_float32_arithmetic_agree_with_float64(
+    shape: Any, window: Any, outputs: int, options: Any, dtype: str
+) -> None:
+    x, kernel, bias = _arrays(shape, window, outputs, dtype)
+
+    def run(*arrays: jax.Array) -> jax.Array:
+        return kernels.convolution(*arrays, **options, implementation="native")
+
+    text = jax.jit(jax.grad(lambda *a: run(*a).astype(jnp.float32).sum(), 1)).lower(x, kernel, bias)
+    assert "@fornax_float32_convolution_kernel_gradient" in text.as_text()
+    y, pull = jax.vjp(run, x, kernel, bias)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=y.shape), dtype)
+    exact = (_exact(x, kernel, bias, **options), *_exact_gradients(x, kernel, dy, **options))
+    allowed = 2**-8 if dtype == "bfloat16" else 1e-5
+    for name, one, other in zip("yxkb", (y, *pull(dy)), exact, strict=True):
+        found = np.asarray(one.astype(jnp.float32))
+        np.testing.assert_allclose(found, other, atol=allowed * np.abs(other).max(), err_msg=name)
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_an_image_in_float32_is_the_same_whatever_is_beside_it() -> None:
+    x, kernel, bias = _arrays((3, 21, 19, 48), (3, 3), 64, "float32")
+    whole = kernels.convolution(x, kernel, bias, implementation="native")
+    for row in range(3):
+        alone = kernels.convolution(x[row : row + 1], kernel, bias, implementation="native")
+        np.testing.assert_array_equal(alone[0], whole[row])
 
 
 def _needs(implementation: str) -> None:
@@ -203,7 +255,7 @@ def test_what_is_refused() -> None:
         ({"padding": ((1, 1),)}, "must be 2 numbers"),
         ({"x": x[:, :2], "padding": ((0, 0), (0, 0))}, "does not fit"),
         ({"x": x.astype(jnp.float32), "kernel": kernel.astype(jnp.float32),
-          "implementation": "native"}, "it takes bfloat16, not float32"),
+          "implementation": "native"}, "XLA is as fast in float32|multiplications or more"),
     ):  # fmt: skip
         with pytest.raises(KernelError, match=said):
             kernels.convolution(**{"x": x, "kernel": kernel, "bias_N": bias, **wrong})

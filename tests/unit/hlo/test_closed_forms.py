@@ -241,3 +241,14 @@ def test_native_bfloat16_products_count_as_products() -> None:
     steps = ((3.4445, -4.7750, 2.0315),) * 5
     found = facts_of(lambda x: kernels.orthogonalize(x, steps, eps=1e-8), x)
     assert found.flops == 3 * 5 * (3 * 32 * 32 * 64 + 32**3)
+
+
+@pytest.mark.skipif(not _matmul.runs(jnp.bfloat16, 256, 256, 256), reason="needs AVX2")
+def test_native_convolutions_count_as_products() -> None:
+    x, kernel = jnp.ones((2, 16, 16, 32), jnp.bfloat16), jnp.ones((3, 3, 32, 48), jnp.bfloat16)
+
+    def slopes(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.grad(lambda x, k: jnp.sin(kernels.convolution(x, k)).sum(), (0, 1))(x, kernel)
+
+    assert "fornax" in jax.jit(slopes).lower(x, kernel).as_text()
+    assert facts_of(slopes, x, kernel).flops == 3 * 2 * 2 * 16 * 16 * 9 * 32 * 48

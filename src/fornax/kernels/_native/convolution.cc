@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "axes.h"
 #include "bfloat16_product.h"
 #include "simd.h"
 
@@ -13,14 +14,6 @@
 
 namespace fornax {
 namespace {
-
-// Of the axes E, H, W.
-struct Axes {
-  int64_t in[3], out[3], window[3], stride[3], before[3];
-
-  int64_t places() const { return out[0] * out[1] * out[2]; }
-  int64_t taps() const { return window[0] * window[1] * window[2]; }
-};
 
 struct Convolution {
   Axes axes;
@@ -221,15 +214,8 @@ Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel
                       ffi::AnyBuffer::Dimensions y, ffi::Span<const int64_t> stride,
                       ffi::Span<const int64_t> before) {
   const auto xd = x.dimensions();
-  Convolution c = {{}, xd[0], xd[4], kernel[4], static_cast<const Half*>(x.untyped_data()), nullptr, nullptr};
-  for (int i = 0; i < 3; ++i) {
-    c.axes.in[i] = xd[i + 1];
-    c.axes.out[i] = y[i + 1];
-    c.axes.window[i] = kernel[i];
-    c.axes.stride[i] = stride[i];
-    c.axes.before[i] = before[i];
-  }
-  return c;
+  return {read_axes(x, kernel, y, stride, before), xd[0], xd[4], kernel[4],
+          static_cast<const Half*>(x.untyped_data()), nullptr, nullptr};
 }
 
 ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,

@@ -42,6 +42,10 @@ UNITS = {
     "sampling": ("fornax_filter_logits", "fornax_sample_tokens"),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
     "float32_matmul": ("fornax_float32_matmul",),
+    "float32_convolution": (
+        "fornax_float32_convolution",
+        "fornax_float32_convolution_kernel_gradient",
+    ),
     "grouped": ("fornax_grouped_matmul", "fornax_grouped_outer"),
     "packed_experts": ("fornax_packed_grouped_matmul", "fornax_packed_experts"),
     "experts": ("fornax_group_order", "fornax_route", "fornax_fused_experts"),

@@ -1,0 +1,218 @@
+// Products of matrices in float32 arithmetic. Of bfloat16 matrices too, for processors that have no
+// instructions for those: an operand is widened where it is copied anyway.
+//
+// Letters: M rows, K summed over, N columns; c [M, N]. A task is a part of c. For each block of the
+// depth a thread copies its parts of a and b into panels, in the order in which they are multiplied,
+// so that a transposed operand costs another way to copy and no pass over memory. A panel of b stays
+// in the first cache while the panels of a, which lie in the second, are multiplied with it (Goto and
+// van de Geijn 2008). An element's sum has one order, which depends on K alone.
+
+#ifndef FORNAX_KERNELS_FLOAT32_PRODUCT_H_
+#define FORNAX_KERNELS_FLOAT32_PRODUCT_H_
+
+#include <algorithm>
+#include <type_traits>
+
+#include "crew.h"
+
+namespace fornax {
+namespace {
+
+constexpr int kHigh = kLanes >= 8 ? 6 : 4;   // rows of c whose sums the registers hold
+constexpr int kVecs = kLanes >= 16 ? 4 : 2;  // vectors of such a row
+constexpr int64_t kWide = kVecs * kLanes;    // columns of such a row
+constexpr int64_t kDepth = 384;              // most of a block
+constexpr int64_t kRows = 30 * kHigh;        // whose panels of a fill half of a second cache
+constexpr int64_t kColumns = 1536;           // whose panels of b lie in the third
+constexpr int64_t kFewest = 128;             // columns of a task, where threads share those of c
+constexpr int64_t kTasks = 2;                // of each thread, or it may wait for another
+constexpr int64_t kTall = 8 * kRows;         // rows whose float32 sums wait for another block
+
+// A matrix as it lies in memory; element (i, j) of the operand is at[j * row + i] if `transposed`.
+template <typename T>
+struct Operand {
+  const T* at;
+  int64_t row;
+  bool transposed;
+
+  const T* element(int64_t i, int64_t j) const {
+    return transposed ? at + j * row + i : at + i * row + j;
+  }
+};
+
+template <typename T>
+inline Vec load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load_wide(from);
+  T some[kLanes] = {};
+  if (count > 0) std::memcpy(some, from, count * sizeof(T));
+  return load_wide(some);
+}
+
+// `lines` rows of `count` numbers, of zeros where row(i) is null, become `count` lines of `lines` numbers,
+// `to_row` apart. Each line is written as a whole vector, over what comes behind it.
+template <typename Row>
+void copy_across(const Row& row, int64_t lines, int64_t count, float* to, int64_t to_row) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const int64_t some = std::min<int64_t>(kLanes, count - j);
+    Vec square[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const auto* from = i < lines ? row(i) : nullptr;
+      square[i] = from != nullptr ? load_some(from + j, some) : Vec{};
+    }
+    transpose(square);
+    for (int64_t i = 0; i < some; ++i) store(to + (j + i) * to_row, square[i]);
+  }
+}
+
+// Copies a [rows, depth] as panels [depth, kHigh], zeros behind the last row.
+template <typename T>
+void copy_a(const Operand<T>& a, int64_t top, int64_t rows, int64_t first, int64_t depth,
+            float* to) {
+  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * depth) {
+    const int64_t some = std::min<int64_t>(kHigh, rows - i);
+    const T* from = a.element(top + i, first);
+    if (!a.transposed) {
+      copy_across([&](int64_t r) { return from + r * a.row; }, some, depth, to, kHigh);
+    } else if (some < kHigh) {
+      for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t r = 0; r < kHigh; ++r) {
+          to[k * kHigh + r] = r < some ? widen(from[k * a.row + r]) : 0;
+        }
+      }
+    } else {
+      for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t r = 0; r < kHigh; ++r) to[k * kHigh + r] = widen(from[k * a.row + r]);
+      }
+    }
+  }
+}
+
+// Copies b [depth, columns] as panels [depth, kWide], zeros behind the last column.
+template <typename T>
+void copy_b(const Operand<T>& b, int64_t left, int64_t columns, int64_t first, int64_t depth,
+            float* to) {
+  for (int64_t j = 0; j < columns; j += kWide, to += kWide * depth) {
+    const int64_t some = std::min(kWide, columns - j);
+    const T* from = b.element(first, left + j);
+    for (int64_t v = 0; v < kWide; v += kLanes) {
+      if (b.transposed) {
+        const int64_t lines = std::clamp<int64_t>(some - v, 0, kLanes);
+        copy_across([&](int64_t j) { return from + (v + j) * b.row; }, lines, depth, to + v, kWide);
+      } else {
+        for (int64_t k = 0; k < depth; ++k) {
+          store(to + k * kWide + v, load_some(from + k * b.row + v, some - v));
+        }
+      }
+    }
+  }
+}
+
+// c [rows, columns] = before, unless that is null, + a panel of a times one of b.
+template <typename To>
+void multiply(int64_t depth, const float* a, const float* b, const float* before,
+              int64_t before_row, To* c, int64_t c_row, int64_t rows, int64_t columns) {
+  // They come from memory while the sums are made: without, loads and stores wait for it.
+  for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
+    __builtin_prefetch(c + i * c_row, 1);
+    if (before != nullptr) __builtin_prefetch(before + i * before_row);
+  }
+  Vec sums[kHigh][kVecs];
+  clear(sums);
+#pragma GCC unroll 4
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec line[kVecs];
+    for (int j = 0; j < kVecs; ++j) line[j] = load(b + k * kWide + j * kLanes);
+    for (int i = 0; i < kHigh; ++i) {
+      const Vec x = splat(a[k * kHigh + i]);
+      for (int j = 0; j < kVecs; ++j) sums[i][j] += x * line[j];
+    }
+  }
+  if (rows >= kHigh && columns >= kWide) {
+    for (int i = 0; i < kHigh; ++i) {
+      for (int j = 0; j < kVecs; ++j) {
+        const float* more = before + i * before_row + j * kLanes;
+        store_narrow(c + i * c_row + j * kLanes,
+                     before != nullptr ? load(more) + sums[i][j] : sums[i][j]);
+      }
+    }
+    return;
+  }
+  alignas(64) float all[kHigh][kWide];
+  std::memcpy(all, sums, sizeof all);
+  for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
+    for (int64_t j = 0; j < std::min(columns, kWide); ++j) {
+      const float sum = before != nullptr ? before[i * before_row + j] + all[i][j] : all[i][j];
+      narrow(sum, c + i * c_row + j);
+    }
+  }
+}
+
+// The rows [top, bottom) and columns [left, right) of c = a b + bias, which may be null. Sums of several
+// blocks of the depth wait in c where that is float32. `a` is an `Operand`, or what else `copy_a` copies.
+template <typename A, typename From, typename To>
+void product(const A& a, const Operand<From>& b, int64_t K, const float* bias, To* c, int64_t c_row,
+             int64_t top, int64_t bottom, int64_t left, int64_t right) {
+  constexpr bool in_c = std::is_same_v<To, float>;
+  const int64_t blocks = (K + kDepth - 1) / kDepth, high = in_c || blocks == 1 ? bottom - top : kTall;
+  const int64_t wide = round_up(std::min(kColumns, right - left), kWide);
+  const int64_t of_a = kRows * kDepth + 16;  // some numbers behind the last are written too
+  const int64_t of_sums = in_c || blocks == 1 ? 0 : std::min(high, bottom - top) * wide;
+  Arena& arena = Arena::of_this_thread();
+  arena.start(of_a + wide * kDepth + of_sums);
+  float *panels_a = arena.take(of_a), *panels_b = arena.take(wide * kDepth);
+  float* waiting = arena.take(of_sums);
+  for (int64_t from = left; from < right; from += kColumns) {
+    const int64_t columns = std::min(kColumns, right - from);
+    for (int64_t start = top; start < bottom; start += high) {
+      To* to = c + start * c_row + from;
+      float* sums = waiting;
+      int64_t row = wide;
+      if constexpr (in_c) sums = to, row = c_row;
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = K * block / blocks, depth = K * (block + 1) / blocks - first;
+        copy_b(b, from, columns, first, depth, panels_b);
+        for (int64_t at = 0; at < std::min(high, bottom - start); at += kRows) {
+          const int64_t rows = std::min({kRows, high - at, bottom - start - at});
+          copy_a(a, start + at, rows, first, depth, panels_a);
+          for (int64_t j = 0; j < columns; j += kWide) {
+            for (int64_t i = 0; i < rows; i += kHigh) {
+              const float *of_rows = panels_a + i * depth, *of_columns = panels_b + j * depth;
+              float* sum = sums + (at + i) * row + j;
+              const float* of_bias = bias != nullptr ? bias + from + j : nullptr;
+              const float* before = block > 0 ? sum : of_bias;
+              const int64_t apart = block > 0 ? row : 0;
+              if (block + 1 < blocks) {
+                multiply(depth, of_rows, of_columns, before, apart, sum, row, rows - i, columns - j);
+              } else {
+                multiply(depth, of_rows, of_columns, before, apart, to + (at + i) * c_row + j, c_row,
+                         rows - i, columns - j);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// c [M, N] = a b + bias by the threads of a pool.
+template <typename A, typename From, typename To>
+void share_product(ffi::ThreadPool& pool, const A& a, const Operand<From>& b, int64_t M, int64_t N,
+                   int64_t K, const float* bias, To* c) {
+  const int64_t threads = pool.num_threads();
+  const int64_t tasks = threads == 1 ? 1 : kTasks * threads;
+  const int64_t high = std::clamp<int64_t>((M + kRows - 1) / kRows, 1, tasks);
+  const int64_t wide = std::clamp<int64_t>((tasks + high - 1) / high, 1,
+                                           std::max<int64_t>(1, N / kFewest));
+  const auto row = [&](int64_t i) { return std::min(M, round_up(M * i / high, kHigh)); };
+  const auto column = [&](int64_t i) { return std::min(N, round_up(N * i / wide, kWide)); };
+  share_rows(pool, M, high * wide, [&](int64_t i) {
+    product(a, b, K, bias, c, N, row(i / wide), row(i / wide + 1), column(i % wide),
+            column(i % wide + 1));
+  });
+}
+
+}  // namespace
+}  // namespace fornax
+
+#endif  // FORNAX_KERNELS_FLOAT32_PRODUCT_H_
