@@ -130,9 +130,9 @@ void multiply(int64_t depth, const float* a, const float* b, const float* before
   if (rows >= kHigh && columns >= kWide) {
     for (int i = 0; i < kHigh; ++i) {
       for (int j = 0; j < kVecs; ++j) {
-        const float* more = before + i * before_row + j * kLanes;
-        store_narrow(c + i * c_row + j * kLanes,
-                     before != nullptr ? load(more) + sums[i][j] : sums[i][j]);
+        Vec sum = sums[i][j];
+        if (before != nullptr) sum += load(before + i * before_row + j * kLanes);
+        store_narrow(c + i * c_row + j * kLanes, sum);
       }
     }
     return;
