@@ -68,17 +68,15 @@ def test_agrees_with_float64(
 
 
 @pytest.fixture
-def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_float32(monkeypatch: pytest.MonkeyPatch, without_avx512: None) -> None:
     """As a processor with AVX2 alone convolves, small images too."""
-    has = _native.has_features
-    if not has("avx2", "fma") or _native.unavailable("float32_convolution") is not None:
+    del without_avx512
+    if (
+        not _native.has_features("avx2", "fma")
+        or _native.unavailable("float32_convolution") is not None
+    ):
         pytest.skip("needs AVX2 and a C++ compiler")
     monkeypatch.setattr(_matmul, "LEAST", 0)
-    monkeypatch.setattr(
-        _native,
-        "has_features",
-        lambda *names: not any(name.startswith("avx512") for name in names) and has(*names),
-    )
 
 
 LARGER = [

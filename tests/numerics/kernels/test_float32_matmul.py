@@ -43,17 +43,6 @@ def matrices(form: int, M: int, N: int, K: int) -> tuple[np.ndarray, np.ndarray]
     return a.astype(np.float32), b.astype(np.float32)
 
 
-@pytest.fixture
-def without_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors on which XLA's products are the slower ones."""
-    has = _native.has_features
-    monkeypatch.setattr(
-        _native,
-        "has_features",
-        lambda *names: not any(name.startswith("avx512") for name in names) and has(*names),
-    )
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 @pytest.mark.parametrize(("of", "to"), TYPES, ids=lambda dtype: jnp.dtype(dtype).name)

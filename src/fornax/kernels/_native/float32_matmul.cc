@@ -16,7 +16,7 @@ void call_of(ffi::ThreadPool& pool, const ffi::AnyBuffer& a, const ffi::AnyBuffe
   const Operand<From> from_b = {static_cast<const From*>(b.untyped_data()), of_b[1],
                                 right_transposed};
   To* to = static_cast<To*>(c.untyped_data());
-  share_product<Operand<From>, From, To>(pool, from_a, from_b, M, N, K, nullptr, to);
+  share_product(pool, from_a, from_b, M, N, K, nullptr, to);
 }
 
 ffi::Error call(ffi::ThreadPool pool, ffi::AnyBuffer a, ffi::AnyBuffer b,

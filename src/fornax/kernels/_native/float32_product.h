@@ -28,18 +28,6 @@ constexpr int64_t kFewest = 128;             // columns of a task, where threads
 constexpr int64_t kTasks = 2;                // of each thread, or it may wait for another
 constexpr int64_t kTall = 8 * kRows;         // rows whose float32 sums wait for another block
 
-// A matrix as it lies in memory; element (i, j) of the operand is at[j * row + i] if `transposed`.
-template <typename T>
-struct Operand {
-  const T* at;
-  int64_t row;
-  bool transposed;
-
-  const T* element(int64_t i, int64_t j) const {
-    return transposed ? at + j * row + i : at + i * row + j;
-  }
-};
-
 template <typename T>
 inline Vec load_some(const T* from, int64_t count) {
   if (count >= kLanes) return load_wide(from);

@@ -26,19 +26,6 @@ constexpr int64_t kTaskRows = 256;     // most rows of a task
 constexpr int64_t kTaskColumns = 256;  // columns that are multiplied at once
 constexpr int64_t kFewestColumns = 256;  // of a task, where a group's columns are divided
 
-// A matrix as it lies in memory; `transposed` if its rows are the columns of the product's operand.
-template <typename T>
-struct Operand {
-  const T* at;
-  int64_t row;
-  bool transposed;
-
-  // Element (i, j) of the operand, which is what it is for transposed or not.
-  const T* element(int64_t i, int64_t j) const {
-    return transposed ? at + j * row + i : at + i * row + j;
-  }
-};
-
 constexpr int64_t kLine = 64;  // bytes that memory gives at once
 
 // Asks for rows of a matrix while others are multiplied, and behind the last one for the first of

@@ -222,7 +222,20 @@ inline void narrow(float x, Half* to) {
   to->raw = nan ? 0x7fc0 : static_cast<uint16_t>((wide + 0x7fff + ((wide >> 16) & 1)) >> 16);
 }
 
-// kLanes of them as float32, and back.
+// A matrix as it lies in memory; `transposed` if its rows are the columns of the product's operand.
+template <typename T>
+struct Operand {
+  const T* at;
+  int64_t row;
+  bool transposed;
+
+  // Element (i, j) of the operand, which is what it is for transposed or not.
+  const T* element(int64_t i, int64_t j) const {
+    return transposed ? at + j * row + i : at + i * row + j;
+  }
+};
+
+// kLanes numbers as float32, and back.
 inline Vec load_wide(const float* from) { return load(from); }
 inline Vec load_wide(const Half* from) {
 #if defined(__AVX512F__)  // of a conversion by the compiler's own vectors GCC makes two, and joins them
