@@ -10,7 +10,7 @@ import optax
 
 from fornax.config.errors import ConfigError
 from fornax.optim.averages import Averages, average_with, power_decay, power_exponent
-from fornax.optim.config import EMA, AdamW, OptimConfig, Optimizer
+from fornax.optim.config import EMA, AdamW, NormClip, OptimConfig, Optimizer
 from fornax.optim.optimizers import Parameters, make_clip, make_optimizer, split_off_fallback
 from fornax.optim.rounding import UpdateCount, count_updates, is_rounded, round_as, widen
 from fornax.optim.rules import Assignment, assign, decayed
@@ -48,15 +48,23 @@ class Built:
     """How each parameter is seen, by path."""
     abstract_params: object
     """The parameters' shapes and dtypes."""
+    clips_norm_first: bool
+    """Whether the chain begins with a clipping by the norm of all gradients that it is given."""
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state before the first update. It shares no buffer with `params`."""
         return self.transform.init(widen(params))
 
     def update(
-        self, grads: optax.Updates, state: optax.OptState, params: optax.Params
+        self,
+        grads: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        norm: jax.Array | None = None,
     ) -> tuple[optax.Params, optax.OptState]:
         """New parameters (same tree and dtypes) and new state.
+
+        Where the global norm of `grads` is known, clipping by it need not compute it again.
 
         The chain sees float32 in place of bfloat16, and keeps float32 state; its result is rounded
         stochastically to bfloat16 parameters, by random bits that the number of the update gives.
@@ -66,7 +74,8 @@ class Built:
         cost a copy of every array.
         """
         wide = widen(params)
-        updates, new_state = self.transform.update(widen(grads), state, wide)
+        known = {} if norm is None or not self.clips_norm_first else {"global_norm": norm}
+        updates, new_state = self.transform.update(widen(grads), state, wide, **known)
         after = optax.apply_updates(wide, updates)
         return round_as(params, after, _found(state, UpdateCount)), new_state
 
@@ -149,11 +158,23 @@ def build(
         chain = optax.chain(chain, count_updates())
     return Built(
         config=config,
-        transform=_on_any_tree(chain),
+        transform=_on_any_tree(optax.with_extra_args_support(chain)),
         schedule=_per_call(schedule, config.accumulate),
         assignments=assignments,
         views=views,
         abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
+        clips_norm_first=_clips_norm_first(config, assignments),
+    )
+
+
+def _clips_norm_first(config: OptimConfig, assignments: Mapping[str, Assignment]) -> bool:
+    """Whether a norm that a caller knows reaches a clipping, and is that of what it clips."""
+    return (
+        bool(config.clip)
+        and isinstance(config.clip[0], NormClip)
+        and config.lookahead is None
+        and config.accumulate == 1
+        and _FROZEN not in assignments.values()
     )
 
 
@@ -256,7 +277,7 @@ def _with_averages(
     return chain
 
 
-def _on_any_tree(chain: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def _on_any_tree(chain: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """The chain between trees of the caller's kind, its insides on nested dicts."""
 
     def init(params: optax.Params) -> optax.OptState:
@@ -266,9 +287,9 @@ def _on_any_tree(chain: optax.GradientTransformation) -> optax.GradientTransform
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
-        **_: object,
+        **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        nested, state = chain.update(nest(flatten(updates)), state, nest(flatten(params)))
+        nested, state = chain.update(nest(flatten(updates)), state, nest(flatten(params)), **extra)
         return rebuild(updates, flatten(nested)), state
 
     return optax.GradientTransformationExtraArgs(init, update)

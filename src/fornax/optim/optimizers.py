@@ -28,7 +28,7 @@ from fornax.optim.muon import scale_by_muon
 from fornax.optim.schedules import ScheduleFn
 from fornax.optim.shampoo import scale_by_shampoo
 from fornax.optim.soap import scale_by_soap
-from fornax.optim.transforms import per_matrix
+from fornax.optim.transforms import clip_by_global_norm, per_matrix
 from fornax.optim.tree import at_paths
 from fornax.optim.user import TaskOptimizer, call_factory
 from fornax.optim.views import View
@@ -233,7 +233,7 @@ def make_clip(config: Clip, params: Parameters) -> optax.GradientTransformation:
     """The Optax transformation of one clipping."""
     match config:
         case NormClip():
-            return optax.clip_by_global_norm(config.max_norm)
+            return clip_by_global_norm(config.max_norm)
         case ValueClip():
             return optax.clip(config.max_value)
         case AdaptiveClip():

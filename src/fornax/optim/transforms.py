@@ -18,6 +18,7 @@ __all__ = [
     "EmaState",
     "SlowState",
     "average_parameters",
+    "clip_by_global_norm",
     "follow_slowly",
     "increment",
     "per_matrix",
@@ -40,6 +41,31 @@ def transformation(
 def increment(count: jax.Array) -> jax.Array:
     """`optax.safe_increment` of an array."""
     return cast("jax.Array", optax.safe_increment(count))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+    """`optax.clip_by_global_norm`; `update(..., global_norm=norm)` saves it the norm.
+
+    With a norm all updates are multiplied by the same factor, which XLA makes part of the loop
+    that reads them. Optax chooses between each array and a quotient: on a CPU XLA stores the
+    updates for the norm and the quotients once more.
+    """
+    plain = optax.clip_by_global_norm(max_norm)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        global_norm: jax.Array | None = None,
+        **_: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if global_norm is None:
+            return plain.update(updates, state, params)
+        factor = jnp.minimum(1, max_norm / global_norm)
+        return jax.tree.map(lambda x: x * factor.astype(x.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(plain.init, update)
 
 
 def per_matrix(

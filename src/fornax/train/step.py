@@ -106,9 +106,9 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
         scale = jnp.where(loss.weight > 0, 1 / jnp.where(loss.weight > 0, loss.weight, 1), 0)
         mean = loss.total * scale
         with jax.named_scope("grad_norm"):
-            norm = optax.tree.norm(_means(grads, scale))
+            norm = optax.tree.norm(grads) * scale
         accept, guard = judge(parts.skip, state.guard, loss=mean, norm=norm, weight=loss.weight)
-        params, optimizer = _update(parts, state, grads, scale, accept)
+        params, optimizer = _update(parts, state, grads, scale, norm, accept)
         new = TrainState(
             step=state.step + 1,
             updates=state.updates + accept.astype(jnp.int32),
@@ -132,12 +132,13 @@ def make_train_step(parts: StepParts) -> Callable[..., tuple[TrainState, Metrics
     return step
 
 
-def _means(sums: object, scale: jax.Array) -> Any:
-    return jax.tree.map(lambda g: g * scale, sums)
-
-
 def _update(
-    parts: StepParts, state: TrainState, sums: object, scale: jax.Array, accept: jax.Array
+    parts: StepParts,
+    state: TrainState,
+    sums: object,
+    scale: jax.Array,
+    norm: jax.Array,
+    accept: jax.Array,
 ) -> tuple[Any, Any]:
     """New parameters and optimizer state, or the old ones.
 
@@ -148,7 +149,8 @@ def _update(
 
     def make() -> tuple[Any, Any]:
         with use_mesh(parts.mesh, parts.rules), jax.named_scope("optimizer"):
-            return parts.optim.update(_means(sums, scale), state.optimizer, state.params)
+            means = jax.tree.map(lambda g: g * scale, sums)
+            return parts.optim.update(means, state.optimizer, state.params, norm)
 
     return jax.lax.cond(accept, make, lambda: (state.params, state.optimizer))
 

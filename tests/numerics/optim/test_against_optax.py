@@ -98,17 +98,18 @@ def gradients(params, call):
     return jax.tree.map(lambda p, n: np.float32(0.3) * np.asarray(p) + n, params, noise)
 
 
-def run_built(built, gradient=gradients):
+def run_built(built, gradient=gradients, norm=lambda grads: None):
     params = make_params()
     step = jax.jit(built.update)
     state = jax.jit(built.init)(params)
     for call in range(CALLS):
-        params, state = step(gradient(params, call), state, params)
+        grads = gradient(params, call)
+        params, state = step(grads, state, params, norm(grads))
     return params, state, built
 
 
-def run_config(config):
-    return run_built(build(config, total_steps=STEPS, params=make_params(), axes=AXES))
+def run_config(config, **more):
+    return run_built(build(config, total_steps=STEPS, params=make_params(), axes=AXES), **more)
 
 
 def run_optax(transform):
@@ -185,6 +186,39 @@ def test_clips_act_in_order():
         optax.adamw(schedule(), b2=0.95, weight_decay=0.1, mask=DECAYS),
     )
     assert_same_bits(run_config(mine)[0], run_optax(theirs))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e4], ids=["clips", "larger-than-all"])
+def test_a_known_norm_is_the_norm(max_norm):
+    mine = config(AdamW(), clip=(NormClip(max_norm=max_norm),))
+    theirs = optax.chain(
+        optax.clip_by_global_norm(max_norm),
+        optax.adamw(schedule(), b2=0.95, weight_decay=0.1, mask=DECAYS),
+    )
+    params, _, built = run_config(mine, norm=optax.tree.norm)
+    assert built.clips_norm_first
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        params,
+        run_optax(theirs),
+    )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"clip": (ValueClip(max_value=0.2), NormClip(max_norm=0.5))},
+        {"groups": (Group(pattern="norm|bias", freeze=True),)},
+        {"accumulate": 2},
+        {"lookahead": Lookahead(sync_period=2)},
+    ],
+    ids=["other-clip-first", "frozen", "accumulated", "lookahead"],
+)
+def test_a_norm_of_other_gradients_is_not_used(more):
+    mine = config(SGD(momentum=None), **{"clip": (NormClip(max_norm=0.5),), **more})
+    params, _, built = run_config(mine, norm=lambda grads: np.float32(1e6))
+    assert not built.clips_norm_first
+    assert_same_bits(params, run_config(mine)[0])
 
 
 def test_decay_patterns_replace_the_default_mask():
