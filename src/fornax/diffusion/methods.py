@@ -63,6 +63,8 @@ class DPO:
     draws: int = 256
     """Prompts that two images each are drawn of, before the first step; pairs of equal reward are
     left out."""
+    held_out: bool = False
+    """Draw and judge held-out pairs of letter and style as well, of which there are no images."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -86,6 +88,8 @@ class FlowGRPO:
     kl: float = 0.04
     """Weight of the divergence from the model that the run began with. It alone holds the last
     step, which adds no noise: with 0 images drift in a long run."""
+    held_out: bool = False
+    """Draw and judge held-out pairs of letter and style as well, of which there are no images."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""

@@ -4,6 +4,7 @@ Shapes: B rows of a batch, X the shape of an example, M steps of a sampler.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -61,6 +62,7 @@ class _Drawn:
         self._letters = Letters(
             colour=data.colour, size=data.size, count=data.count, seed=data.seed
         )
+        self._held_out = replace(self._letters, held_out=True) if method.held_out else None
         self._reward = letters_reward(self._letters)
         self._step = 0
         self.rows = config.batch_size
@@ -75,11 +77,15 @@ class _Drawn:
         return self
 
     def prompts(self, step: int, count: int) -> list[str]:
-        """Captions of random examples."""
+        """Captions of random examples, every pair of letter and style equally likely."""
         random = np.random.default_rng([self._config.seed, step, 7])
-        return [
-            self._letters[int(i)].prompt for i in random.integers(len(self._letters), size=count)
-        ]
+        examples = random.integers(len(self._letters), size=count)
+        sets = [self._letters] * count
+        if self._held_out is not None:
+            pairs = [len(one.pairs) for one in (self._letters, self._held_out)]
+            other = random.random(count) < pairs[1] / sum(pairs)
+            sets = [self._held_out if yes else self._letters for yes in other]
+        return [one[int(i)].prompt for one, i in zip(sets, examples, strict=True)]
 
     def draw(self, network: Network, arrays: Arrays, seed: tuple[int, int]) -> Any:
         """Trajectories of a model."""

@@ -277,7 +277,9 @@ def _with_averages(
     return chain
 
 
-def _on_any_tree(chain: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+def _on_any_tree(
+    chain: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     """The chain between trees of the caller's kind, its insides on nested dicts."""
 
     def init(params: optax.Params) -> optax.OptState:

@@ -9,9 +9,11 @@ import pytest
 from fornax.config import from_mapping
 from fornax.config.errors import ConfigError
 from fornax.diffusion.config import DiffusionConfig, DiffusionTuneConfig
-from fornax.diffusion.letters import Letters
+from fornax.diffusion.letters import LETTERS, Letters
+from fornax.diffusion.letters.dataset import STYLES
 from fornax.diffusion.load import load_run
-from fornax.diffusion.rollouts import letters_reward
+from fornax.diffusion.methods import FlowGRPO
+from fornax.diffusion.rollouts import Groups, letters_reward
 from fornax.diffusion.run import train
 from fornax.diffusion.tuning import tune
 
@@ -66,6 +68,16 @@ def test_a_method_trains_from_a_run_and_its_result_is_a_run(name, teacher, tmp_p
     assert not np.array_equal(
         images, before.draw(["bold serif R"], steps=2, guidance=1.0, sampler="lcm")
     )
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_prompts_of_held_out_pairs_are_drawn_where_they_are_asked_for(held_out, teacher):
+    method = {**METHODS["flow-grpo"], "held_out": held_out}
+    groups = Groups(config(method=method), from_mapping(FlowGRPO, method), load_run(teacher))
+    pairs = Letters(held_out=True).pairs
+    unseen = {f"{STYLES[style]} {LETTERS[letter]}" for letter, style in pairs}
+    share = np.mean([prompt in unseen for prompt in groups.prompts(0, 1000)])
+    assert share == (pytest.approx(26 / 130, abs=0.05) if held_out else 0)
 
 
 def test_the_reward_counts_letter_and_style():
