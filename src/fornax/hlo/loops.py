@@ -54,19 +54,23 @@ def _start(loop: Instruction, index: int) -> int | None:
     state = loop.operands[0]
     if state.opcode != "tuple":
         return None
-    value = state.operands[index]
-    while value.opcode in ("copy", "bitcast"):
-        value = value.operands[0]
-    return _constant(value)
+    return _constant(_uncopied(state.operands[index]))
 
 
 def _step(body: Computation, index: int) -> int | None:
     if body.root.opcode != "tuple":
         return None
-    update, sides = _unfused(body.root.operands[index])
+    update, sides = _unfused(_uncopied(body.root.operands[index]))
     if update.opcode != "add":
         return None
     return next((value for value in map(_constant, sides) if value is not None), None)
+
+
+def _uncopied(instruction: Instruction) -> Instruction:
+    """Return what an instruction copies, or itself."""
+    while instruction.opcode in ("copy", "bitcast"):
+        instruction = instruction.operands[0]
+    return instruction
 
 
 def _unfused(instruction: Instruction) -> tuple[Instruction, list[Instruction]]:

@@ -23,7 +23,9 @@ def computation(name: str, lines: str) -> str:
     return f"%{name} (p: f32[]) -> f32[] {{\n{body}\n}}"
 
 
-def loop(condition: str, start: str = "constant(0)", step: str = "constant(1)") -> ProgramFacts:
+def loop(
+    condition: str, start: str = "constant(0)", step: str = "constant(1)", copied: bool = False
+) -> ProgramFacts:
     """Analyse a loop whose body is one elementwise operation."""
     state = "(s32[], f32[64]{0}, s32[])"
     return facts_of(
@@ -40,8 +42,9 @@ ROOT %loop = {state} while(%state), condition=%cond, body=%body""",
 %n = s32[] get-tuple-element(%s), index=2
 %one = s32[] {step}
 %next = s32[] add(%i, %one)
+%kept = s32[] copy(%next)
 %e = f32[64]{{0}} exponential(%v)
-ROOT %t = {state} tuple(%next, %e, %n)""",
+ROOT %t = {state} tuple(%{"kept" if copied else "next"}, %e, %n)""",
         ),
         computation("cond", f"%s = {state} parameter(0)\n{condition}"),
     )
@@ -72,6 +75,13 @@ def test_loops_are_counted_by_their_condition(
 ) -> None:
     facts = loop(_INDEX + condition, f"constant({start})", f"constant({step})")
     assert facts.transcendentals == 64 * runs
+    assert not facts.notes
+
+
+def test_a_copy_of_the_induction_variable_is_looked_through() -> None:
+    condition = "%n = s32[] constant(7)\nROOT %c = pred[] compare(%i, %n), direction=LT"
+    facts = loop(_INDEX + condition, copied=True)
+    assert facts.transcendentals == 64 * 7
     assert not facts.notes
 
 

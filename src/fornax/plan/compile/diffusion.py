@@ -50,7 +50,8 @@ def build(job: Job) -> Mapping[str, Callable[[], Lowering]]:
     """`train_step` of the run in `job.arguments["config"]`."""
     config = from_mapping(DiffusionConfig, dict(job.arguments["config"]))
     programs = prepare(config, planned_task(config), Ledger(), job.devices)
-    batch = programs.shapes_of(planned_batch(config, config.batch_size))
+    rows = programs.hosts.size(config.batch_size)
+    batch = programs.shapes_of(planned_batch(config, rows))
 
     def lowering() -> Lowering:
         return Lowering(

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fornax.config import environment, from_mapping
+from fornax.config import environment, from_mapping, load
+from fornax.diffusion.config import DiffusionConfig
 from fornax.plan.compile import (
     OutOfMemoryError,
     Request,
     compile_programs,
     compile_train,
 )
+from fornax.plan.compile.diffusion import compile_diffusion
 from fornax.plan.compile.parent import _environment
+from fornax.plan.recipes import recipes_folder
 from fornax.plan.topology import Topology, parse_topology
 from fornax.train import TrainConfig
 
@@ -63,6 +66,15 @@ def build(job):
         return Lowering(lowered=lowered, mesh=mesh, arguments=facts)
     return {"step": trace}
 """
+
+
+def test_hosts_share_the_batch_of_a_denoiser() -> None:
+    config = load(DiffusionConfig, file=recipes_folder() / "letters.yaml")
+    topology = parse_topology("v5p:2x2x2")
+    assert topology.num_hosts == 2
+    step = compile_diffusion(config, topology)
+    (images,) = [array for array in step.arguments if "images" in array.name]
+    assert images.shape == (config.batch_size, 16, 16, 1)
 
 
 def test_a_step_for_a_slice_has_a_name_for_every_argument() -> None:
