@@ -56,6 +56,8 @@ def main() -> None:
                 f"{recipe.name} on {name}: {time.monotonic() - begun:.0f} s, "
                 f"{now.memory_bytes / 2**30:.1f} GiB{'' if now.fits else ' (does not fit)'}, "
                 f"step {now.step_seconds:.2f} s, MFU {now.mfu:.1%}",
+                *program.notes,
+                sep="\n  ",
                 flush=True,
             )
 
