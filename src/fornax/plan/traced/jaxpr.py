@@ -38,6 +38,7 @@ _REDUCTIONS = frozenset(
     ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin", "cumsum", "sort")
 )
 _PASSES = _REDUCTIONS | {"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"}
+_CAST = "convert_element_type"
 _LOOPS = frozenset(("scan", "while", "cond"))
 _KEPT = 2.0
 """How much more than its own bytes a value must read to be kept for its further uses: compilers
@@ -103,6 +104,8 @@ class _Step:
     params: Mapping[str, Any]
     operands: tuple[_Array, ...]
     results: tuple[_Array, ...]
+    inputs: tuple[_Array | None, ...]
+    """The operands, with None in the places of constants."""
 
 
 def _steps(jaxpr: core.Jaxpr, known: dict[Any, _Array]) -> Iterator[_Step]:
@@ -112,9 +115,10 @@ def _steps(jaxpr: core.Jaxpr, known: dict[Any, _Array]) -> Iterator[_Step]:
         if inside is None:
             for var in eqn.outvars:
                 known[var] = _Array(var.aval)
-            operands = (known[v] for v in eqn.invars if isinstance(v, core.Var))
+            inputs = tuple(known[v] if isinstance(v, core.Var) else None for v in eqn.invars)
+            operands = tuple(array for array in inputs if array is not None)
             results = tuple(known[v] for v in eqn.outvars)
-            yield _Step(eqn.primitive.name, eqn.params, tuple(operands), results)
+            yield _Step(eqn.primitive.name, eqn.params, operands, results, inputs)
             continue
         program = _open(inside)
         own = {v: _Array(v.aval) for v in program.constvars}
@@ -169,6 +173,7 @@ class _Program:
             size = array.bytes * (1.0 if share is None else share)
             self.values[array] = _Value(size, {array: size}, share)
         self.steps = list(_steps(jaxpr, known))
+        self.inputs = [known[v] for v in jaxpr.invars]
         self.results = [known[v] for v in jaxpr.outvars if isinstance(v, core.Var)]
         self.gradients = set(self.results) if top else set()
         self.uses = Counter(array for step in self.steps for array in set(step.operands))
@@ -213,7 +218,20 @@ class _Program:
         for size, count in chosen.keys.items():
             self.keys[size] = self.keys.get(size, 0.0) + count * times
         self.inner[number] = chosen.peak()
+        if step.name == "scan":
+            self.inner[number] += self.casts(step, chosen)
         self.buffers(number, step)
+
+    def casts(self, step: _Step, body: "_Program") -> float:
+        """Bytes of what the body of a loop reads as narrower numbers alone: compilers cast the
+        whole of it before the loop."""
+        found = 0.0
+        for array, inside in zip(step.inputs, body.inputs, strict=True):
+            users = [user for user in body.steps if inside in user.operands]
+            if array is not None and users and all(user.name == _CAST for user in users):
+                share = max(user.results[0].item for user in users) / array.item
+                found += self.values[array].bytes * share if share < 1 else 0.0
+        return found
 
     def operand(self, number: int, array: _Array) -> float:
         """Bytes that a product reads of an operand: what it is made of, where that is fused."""

@@ -114,6 +114,24 @@ def test_memory_is_what_is_alive_at_once():
     assert 16 * size <= whole.peak_bytes <= 22 * size
 
 
+def test_weights_of_a_loop_are_cast_before_it():
+    D, L, M = 128, 6, 16
+
+    def run(weights, x, *, dtype):
+        def block(x, w):
+            return x @ w.astype(dtype), None
+
+        return jax.lax.scan(block, x, weights)[0]
+
+    weights, x = shape(L, D, D, dtype=jnp.float32), shape(M, D, dtype=jnp.float32)
+    wide = traced(lambda w, x: run(w, x, dtype=jnp.float32), weights, x).peak_bytes
+    halves = traced(lambda w, x: run(w, x.astype(BF16), dtype=BF16), weights, x).peak_bytes
+    stack, stream = 2 * L * D * D, 2 * M * D
+    assert halves - stack == pytest.approx(wide, abs=4 * stream)
+    third = traced(lambda w, x: run(w, x.astype(BF16), dtype=BF16), weights, x, scale={0: 1 / 3})
+    assert halves - third.peak_bytes == pytest.approx(2 / 3 * stack, abs=4)
+
+
 def test_divided_arguments_and_their_gradients_count_for_their_share():
     M = 512
 
