@@ -145,7 +145,7 @@ def _update(
     A branch, because choosing element by element keeps old and new alive side by side: XLA then
     copies every donated array (measured on a CPU with AdamW: the update took half as long again).
     Not for TPUs, whose compiler chooses in the loop of the update: in a branch it lays arrays out
-    anew (a modulation's kernel [3072, 6, 3072] with a third of padding, copied there and back).
+    again, and pads some (a third of a modulation's kernel [3072, 6, 3072], copied there and back).
     The division is inside, so that it is fused into the update and its result is never stored.
     """
 
