@@ -70,6 +70,7 @@ def test_a_method_trains_from_a_run_and_its_result_is_a_run(name, teacher, tmp_p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held_out", [False, True])
 def test_prompts_of_held_out_pairs_are_drawn_where_they_are_asked_for(held_out, teacher):
     method = {**METHODS["flow-grpo"], "held_out": held_out}
