@@ -79,12 +79,18 @@ def timed(turn: Callable[[], Any]) -> Turn:
     return Turn(wall, cpu, after.ru_minflt - before.ru_minflt, after.ru_maxrss * 1024)
 
 
-def serve(make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]]) -> None:
+def serve(
+    make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]], *, in_a_row: bool = False
+) -> None:
     """Be a contestant: make ready, say so, then take a turn for each line on standard input.
 
     Args:
         make: returns the turn, warmed up, and details to report. ImportError: the contestant is
             absent.
+        in_a_row: a turn off the clock comes before each, for work that repeats without a pause.
+            While others have their turns, the host of a virtual machine takes back what this
+            process freed, and the first turn after that maps it again: 0.75 s of system time in
+            place of 0.12 for 1 GB of XLA's temporaries.
     """
     with _answers_only() as answers:
         try:
@@ -94,6 +100,8 @@ def serve(make: Callable[[], tuple[Callable[[], Any], dict[str, Any]]]) -> None:
             return
         _say(answers, {"ready": details})
         for _ in sys.stdin:
+            if in_a_row:
+                turn()
             taken = timed(turn)
             _say(answers, asdict(taken))
 

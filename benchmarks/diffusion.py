@@ -575,7 +575,8 @@ def main() -> None:
     table = contestants()
     if args.worker:
         make = table[args.task[0]][args.worker]
-        _harness.serve(lambda: make(SHAPES[args.shape[0]], args.folder))
+        training = args.task[0] == "train"  # steps follow one another, samples may not
+        _harness.serve(lambda: make(SHAPES[args.shape[0]], args.folder), in_a_row=training)
         return
     environment.become(environment.huge_pages())
     wanted = args.only.split(",") if args.only else list(table["train"])
@@ -619,10 +620,11 @@ def main() -> None:
         head = [
             "# Training and sampling of diffusion models",
             "`python benchmarks/diffusion.py`: latents of 32 x 32 x 4; a training step is forward, "
-            "backward, clipping and AdamW. Contestants take turns; ratios are medians within "
-            "rounds, beside Fornax in the same precision. Processor time is the least of all "
-            "turns, and what other work on the machine disturbs least; speeds are those of "
-            f"products and convolutions in it, beside square products of {SQUARE}.",
+            "backward, clipping and AdamW. Contestants take turns, a training step off the clock "
+            "before each that is timed; ratios are medians within rounds, beside Fornax in the "
+            "same precision. Processor time is the least of all turns, and what other work on the "
+            "machine disturbs least; speeds are those of products and convolutions in it, beside "
+            f"square products of {SQUARE}.",
             _harness.machine()
             + f"; {args.threads or 'all'} threads a contestant. "
             + _harness.versions("jax", "jaxlib", "flax", "optax", "torch", "diffusers")
