@@ -48,8 +48,6 @@ class Built:
     """How each parameter is seen, by path."""
     abstract_params: object
     """The parameters' shapes and dtypes."""
-    clips_norm_first: bool
-    """Whether the chain begins with a clipping by the norm of all gradients that it is given."""
 
     def init(self, params: optax.Params) -> optax.OptState:
         """The state before the first update. It shares no buffer with `params`."""
@@ -78,6 +76,18 @@ class Built:
         updates, new_state = self.transform.update(widen(grads), state, wide, **known)
         after = optax.apply_updates(wide, updates)
         return round_as(params, after, _found(state, UpdateCount)), new_state
+
+    @property
+    def clips_norm_first(self) -> bool:
+        """Whether the norm of the gradients that `update` is given reaches a clipping, and is that
+        of what it clips."""
+        return (
+            bool(self.config.clip)
+            and isinstance(self.config.clip[0], NormClip)
+            and self.config.lookahead is None
+            and self.config.accumulate == 1
+            and _FROZEN not in self.assignments.values()
+        )
 
     def eval_params(self, params: optax.Params, state: optax.OptState) -> optax.Params:
         """The parameters to evaluate: EMA's average, Lookahead's slow ones, else `params`."""
@@ -163,18 +173,6 @@ def build(
         assignments=assignments,
         views=views,
         abstract_params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
-        clips_norm_first=_clips_norm_first(config, assignments),
-    )
-
-
-def _clips_norm_first(config: OptimConfig, assignments: Mapping[str, Assignment]) -> bool:
-    """Whether a norm that a caller knows reaches a clipping, and is that of what it clips."""
-    return (
-        bool(config.clip)
-        and isinstance(config.clip[0], NormClip)
-        and config.lookahead is None
-        and config.accumulate == 1
-        and _FROZEN not in assignments.values()
     )
 
 
