@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["COLOURS", "FONTS", "LETTERS", "ink", "outline"]
+__all__ = ["COLOURS", "FONTS", "LETTERS", "SAMPLES", "ink", "outline", "pixels", "samples"]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FONTS = {
@@ -33,6 +33,8 @@ COLOURS = {
 """Colours, as prompts name them, in sRGB."""
 FINE = 128
 """Height and width of the field that a letter is drawn in once."""
+SAMPLES = 4
+"""Points of a pixel, along each axis, whose mean is its coverage."""
 POINTS = 104
 """The font's size in that field: DejaVu's capitals are 0.73 of it high."""
 
@@ -64,23 +66,44 @@ def ink(
       scale: 1 for a letter whose field is the image.
       shift: to the right and down, as shares of the image.
     """
+    return pixels(samples(letter, style, size, scale, shift))
+
+
+def samples(
+    letter: str,
+    style: str,
+    size: int,
+    scale: float,
+    shift: tuple[float, float] = (0.0, 0.0),
+    *,
+    margin: int = 0,
+) -> NDArray[np.float32]:
+    """Coverage at `SAMPLES` x `SAMPLES` points of each pixel, each interpolated in the fine field.
+
+    Args:
+      letter, style, size, scale, shift: as for `ink`.
+      margin: further points on each side of the image.
+
+    Returns:
+      (S, S) in [0, 1], S = `SAMPLES` H + 2 `margin`.
+    """
     from PIL import Image
 
-    # Box filters of 4 x 4 samples per pixel, each interpolated in the fine field.
-    fine = 4 * size
+    fine = SAMPLES * size
     ratio = FINE / fine / scale
-    offset = FINE / 2 - ratio * fine / 2
+    offset = FINE / 2 - ratio * (fine / 2 + margin)
+    right, down = (offset - ratio * fine * share for share in shift)
     field = Image.fromarray(outline(letter, style)).transform(
-        (fine, fine),
+        (fine + 2 * margin, fine + 2 * margin),
         Image.Transform.AFFINE,
-        (
-            ratio,
-            0,
-            offset - ratio * fine * shift[0],
-            0,
-            ratio,
-            offset - ratio * fine * shift[1],
-        ),
+        (ratio, 0, right, 0, ratio, down),
         Image.Resampling.BILINEAR,
     )
-    return np.asarray(field, np.float32).reshape(size, 4, size, 4).mean((1, 3))
+    return np.asarray(field, np.float32)
+
+
+def pixels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    """(..., H, H) means of the points of each pixel, of (..., SAMPLES H, SAMPLES H)."""
+    *rest, size, _ = samples.shape
+    blocks = (size // SAMPLES, SAMPLES)
+    return samples.reshape(*rest, *blocks, *blocks).mean((-3, -1))

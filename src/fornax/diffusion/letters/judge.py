@@ -4,13 +4,14 @@ Shapes: B images, H height and width, C channels, N templates of P = H * H pixel
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fornax.config.errors import DataError
 from fornax.diffusion.letters.dataset import STYLES, Letters
-from fornax.diffusion.letters.drawing import COLOURS, LETTERS, ink
+from fornax.diffusion.letters.drawing import COLOURS, LETTERS, SAMPLES, pixels, samples
 
 __all__ = ["Judge", "Judgement"]
 
@@ -18,6 +19,8 @@ SIDE = 16
 """Images are compared at this height and width: larger ones by means of blocks."""
 GRID = 6
 """Sizes, and places along each axis, of the templates of one pair."""
+STEP = 2
+"""Points of which a pixel has `SAMPLES` along an axis, from one place to the next."""
 CANDIDATES = 6
 """Pairs that are looked at closely."""
 ACCEPT = 0.85
@@ -46,7 +49,7 @@ class Judgement:
 
 
 class Judge:
-    """Finds the template that correlates best; it takes a second or two to draw them.
+    """Finds the template that correlates best; a process draws them once, in about a second.
 
     Args:
       letters: the set whose images are judged; only its shape counts.
@@ -54,10 +57,7 @@ class Judge:
 
     def __init__(self, letters: Letters) -> None:
         self.shape = letters.shape
-        # The bank's axes: letter and style, scale, place along x and along y, pixels.
-        self._bank = _normalised(_templates().reshape(-1, SIDE * SIDE))[0].reshape(
-            len(LETTERS) * len(STYLES), GRID, GRID, GRID, -1
-        )
+        self._bank = _templates()
 
     def judge(self, images: NDArray[np.float32]) -> Judgement:
         """Judge (B, H, H, C) images in [-1, 1].
@@ -123,19 +123,27 @@ class Judge:
         return np.einsum("bk,bk->b", right, np.linalg.solve(gram, right[..., None])[..., 0])
 
 
+@functools.cache
 def _templates() -> NDArray[np.float32]:
-    """(N, SIDE, SIDE) coverage, in the order of the bank's axes."""
-    shifts = np.linspace(-0.075, 0.075, GRID)
-    return np.stack(
+    """Templates of mean 0 and length 1: letter and style, scale, place along y and x, pixels.
+
+    Places are `STEP` points apart, so all those of one size are cut from one larger field.
+    """
+    margin = STEP * (GRID - 1) // 2
+    fields = np.stack(
         [
-            ink(letter, style, SIDE, scale, (x, y))
+            samples(letter, style, SIDE, scale, margin=margin)
             for letter in LETTERS
             for style in STYLES
             for scale in np.linspace(0.78, 1.08, GRID)
-            for x in shifts
-            for y in shifts
         ]
     )
+    bank = np.empty((len(fields), GRID, GRID, SIDE, SIDE), np.float32)
+    for y, x in np.ndindex(GRID, GRID):
+        rows, columns = (slice(STEP * i, STEP * i + SAMPLES * SIDE) for i in (y, x))
+        bank[:, y, x] = pixels(fields[:, rows, columns])
+    pairs = len(LETTERS) * len(STYLES)
+    return _normalised(bank.reshape(-1, SIDE * SIDE))[0].reshape(pairs, GRID, GRID, GRID, -1)
 
 
 def _normalised(rows: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
