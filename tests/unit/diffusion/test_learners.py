@@ -78,7 +78,7 @@ def test_prompts_of_held_out_pairs_are_drawn_where_they_are_asked_for(held_out, 
     pairs = Letters(held_out=True).pairs
     unseen = {f"{STYLES[style]} {LETTERS[letter]}" for letter, style in pairs}
     share = np.mean([prompt in unseen for prompt in groups.prompts(0, 1000)])
-    assert share == (pytest.approx(26 / 130, abs=0.05) if held_out else 0)
+    assert share == (pytest.approx(26 / 208, abs=0.05) if held_out else 0)
 
 
 def test_the_reward_counts_letter_and_style():

@@ -9,7 +9,7 @@ from fornax.diffusion.letters import COLOURS, FONTS, LETTERS, Judge, Letters
 
 def test_every_letter_and_style_is_seen_and_no_held_out_pair_is():
     seen, held = Letters().pairs, Letters(held_out=True).pairs
-    assert len(seen) == 104
+    assert len(seen) == 182
     assert len(held) == 26
     assert not set(seen) & set(held)
     assert {style for _, style in held} == set(range(len(FONTS)))

@@ -71,7 +71,7 @@ class Letters:
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """The pairs of letter and style that this set draws: 104, or the 26 held out."""
+        """The pairs of letter and style that this set draws: 182, or the 26 held out."""
         return [
             (letter, style)
             for letter in range(len(LETTERS))
@@ -117,5 +117,5 @@ class Letters:
 
 
 def held_out_style(letter: int) -> int:
-    """The style of a letter that training does not see; each style of five or six letters."""
+    """The style of a letter that training does not see; each style of three or four letters."""
     return (letter * 3 + letter // len(STYLES)) % len(STYLES)

@@ -15,9 +15,12 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FONTS = {
     "sans": "DejaVuSans.ttf",
     "bold sans": "DejaVuSans-Bold.ttf",
+    "italic sans": "DejaVuSans-Oblique.ttf",
+    "bold italic sans": "DejaVuSans-BoldOblique.ttf",
     "serif": "DejaVuSerif.ttf",
     "bold serif": "DejaVuSerif-Bold.ttf",
     "italic serif": "DejaVuSerif-Italic.ttf",
+    "bold italic serif": "DejaVuSerif-BoldItalic.ttf",
 }
 """Styles, as prompts name them, and the file of each."""
 COLOURS = {

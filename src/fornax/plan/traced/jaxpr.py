@@ -288,9 +288,8 @@ class _Program:
             return
         moved = sum(value.reads.values())
         if moved:
-            elements = float(math.prod(array.shape))
             moved += value.bytes
-            self.work.append(Work(kind="norms_elementwise", flops=elements, bytes=moved))
+            self.work.append(Work(kind="norms_elementwise", bytes=moved))
         self.buffer(number, array, value.share)
 
     def buffers(self, number: int, step: _Step) -> None:
