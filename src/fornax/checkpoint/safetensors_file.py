@@ -97,7 +97,9 @@ def find_tensors(
             "which can run code: convert it to safetensors where you trust it (transformers' "
             "save_pretrained writes it)"
         )
-    raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}")
+    raise CheckpointError(
+        f"{folder} has neither {single.name} nor {index.name}; copy or download its weights again"
+    )
 
 
 def _from_index(

@@ -107,7 +107,7 @@ class Prompts:
             if len(words) > length:
                 raise DataError(
                     f"the caption {caption!r:.80} has {len(words)} words, and text.length is "
-                    f"{length}; shorten it, or train with a longer one"
+                    f"{length}; shorten it, or train with a larger text.length"
                 )
             ids = [_FIRST + self._place(places, word) for word in words] or [_EMPTY]
             row[: len(ids)] = ids
@@ -119,7 +119,7 @@ class Prompts:
             near = nearest(word, self.known)
             hint = f"did you mean {near!r}? " if near else ""
             raise DataError(
-                f"{word!r} is in no caption that the model was trained on; {hint}It knows "
+                f"{word!r} is in no caption that the model was trained on; {hint}use only "
                 f"{first_few(self.known, 12)}"
             )
         return found

@@ -148,6 +148,25 @@ def test_a_turned_photo_stands_upright_and_what_is_transparent_is_white(tmp_path
     assert (examples.get(1)[0] == 1).all()
 
 
+def _caption_by_table(lines: bytes):
+    """What gives 2.png its caption by `metadata.jsonl`."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "2.txt").unlink()
+        (folder / "metadata.jsonl").write_bytes(lines)
+
+    return spoil
+
+
+def test_captions_of_other_editors_are_read(tmp_path: Path) -> None:
+    """A byte order mark is no part of a word, and U+2028 ends no line of JSON."""
+    folder = _folder(tmp_path / "data")
+    (folder / "1.txt").write_bytes("\ufeffa red cat\r\n".encode())
+    _caption_by_table('\ufeff{"file_name": "2.png", "text": "one\u2028two"}\r\n'.encode())(folder)
+    examples = open_examples(_config(folder), "train")
+    assert [examples.caption(1), examples.caption(2)] == ["a red cat", "one\u2028two"]
+
+
 @pytest.mark.parametrize(
     ("spoil", "options", "said"),
     [
@@ -159,7 +178,10 @@ def test_a_turned_photo_stands_upright_and_what_is_transparent_is_white(tmp_path
         (lambda d: (d / "2.png").write_bytes(b"<html>"), {}, "not an image that Pillow knows"),
         (lambda d: (d / "2.txt").unlink(), {}, "have no caption.*2.png.*data.prompt"),
         (lambda d: (d / "2.txt").write_text(" \n"), {}, "have no caption.*2.png"),
-        (lambda d: (d / "2.txt").write_bytes(b"\xff\xfe\x00"), {}, "UTF-8"),
+        (lambda d: (d / "2.png").write_bytes(b""), {}, "2.png: it has no bytes"),
+        (lambda d: (d / "2.txt").write_bytes(b"\xff\xfe\x00"), {}, "2.txt.*save it as UTF-8"),
+        (_caption_by_table(b'{"file_name": "2.png", "text": "caf\xe9"}'), {}, "jsonl.*as UTF-8"),
+        (_caption_by_table(b'{"file_name": "2.png", "te'), {}, "jsonl:1 is not JSON.*write it"),
         (lambda d: None, {"resolution": 128}, "smaller than their bucket.*data.upscale"),
     ],
 )

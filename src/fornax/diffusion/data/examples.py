@@ -388,5 +388,6 @@ def decode_image(encoded: bytes, where: str, channels: int, *, whole: bool = Tru
         return coloured(ImageOps.exif_transpose(image), channels)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        said = said if "BytesIO" not in said else "it is not an image that Pillow knows"
+        if "BytesIO" in said:
+            said = "it is not an image that Pillow knows" if encoded else "it has no bytes"
         raise DataError(f"{where}: {said}") from error

@@ -57,7 +57,10 @@ def open_store(config: ImagesConfig) -> Store:
         )
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise ConfigError(f"data.path={config.path} does not exist (from {Path.cwd()})")
+        raise ConfigError(
+            f"data.path={config.path} does not exist (from {Path.cwd()}); name a folder of images, "
+            "Parquet files or tar files"
+        )
     files = [path] if path.is_file() else _listed(path)
     kinds: tuple[tuple[tuple[str, ...], Callable[..., Store]], ...] = (
         ((".parquet",), _Parquet),
@@ -109,10 +112,7 @@ class _Folder:
             return config.prompt
         beside = file.with_suffix(".txt")
         if beside.is_file():
-            try:
-                return beside.read_text(encoding="utf-8").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(f"{beside} cannot be read as UTF-8 text: {error}") from error
+            return _read_text(beside).strip()
         for folder in (file.parent, self._root):
             if folder.is_dir() and folder not in tables:
                 tables[folder] = _metadata(folder, config.caption)
@@ -136,7 +136,7 @@ def _metadata(folder: Path, key: str) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_read_text(path).split("\n"), 1):  # U+2028 ends no line of JSON
         if not line.strip():
             continue
         record = _object(line, f"{path}:{number}")
@@ -148,11 +148,23 @@ def _metadata(folder: Path, key: str) -> dict[str, str]:
     return found
 
 
+def _read_text(path: Path) -> str:
+    """A file's text, without the byte order mark that some editors write."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read as UTF-8 text: {error}; save it as UTF-8"
+        ) from error
+
+
 def _object(text: str | bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+        raise DataError(
+            f"{where} is not JSON: {error}; it may be truncated: write it again"
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"{where} is not a JSON object, such as {{'file_name': ..., 'text': ...}}")
     return value
@@ -197,7 +209,10 @@ class _Parquet:
                     self._groups.append((file, group, len(self.captions)))
                     self.captions += self._captions(table, file, group)
             except (pyarrow.ArrowException, OSError) as error:
-                raise DataError(f"{file} cannot be read as Parquet: {error}") from error
+                raise DataError(
+                    f"{file} cannot be read as Parquet: {str(error).rstrip('.')}; copy it "
+                    "again"
+                ) from error
         if not self.captions:
             raise DataError(f"{root} has no row; name files with some")
 
@@ -281,9 +296,9 @@ class _Tars:
         if text := parts.get(".txt"):
             where = f"{file}:{text.name}"
             try:
-                return _at(file, text.offset_data, text.size).decode().strip()
+                return _at(file, text.offset_data, text.size).decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
-                raise DataError(f"{where} is not UTF-8 text: {error}") from error
+                raise DataError(f"{where} is not UTF-8 text: {error}; save it as UTF-8") from error
         if record := parts.get(".json"):
             where = f"{file}:{record.name}"
             value = _object(_at(file, record.offset_data, record.size), where).get(config.caption)

@@ -144,7 +144,7 @@ def read_folder_config(folder: str | Path) -> dict[str, Any]:
             "and safetensors files"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
+        raise CheckpointError(f"{file} is not JSON: {error}; copy it again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} holds a {type(values).__name__}, not a mapping of keys")
     return values

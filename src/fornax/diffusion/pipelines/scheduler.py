@@ -81,7 +81,8 @@ def read_scheduler(
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from None
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{file} cannot be read ({reason}); copy it again") from None
     name = values.get("_class_name", "")
     if name not in _SAMPLERS:
         guess = nearest(str(name), _SAMPLERS)
