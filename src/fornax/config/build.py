@@ -1,8 +1,9 @@
 """Plain values into typed ones: every key, type and combination is checked, and named in errors."""
 
 import math
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -142,8 +143,16 @@ def _config(cls: type, value: Mapping, place: Place, default: object) -> Any:
     try:
         return cls(**arguments)
     except FornaxError as error:
-        where = f"{place.name()}{place.source}" if place.name() else place.origin
+        source = _named(error, value, place).source
+        where = f"{place.name()}{source}" if place.name() else place.origin
         raise type(error)(f"{where}: {error}" if where else str(error)) from error
+
+
+def _named(error: FornaxError, given: Iterable[str], place: Place) -> Place:
+    """The place of the given key that a message names first, as `key=`, else that of them all."""
+    found = ((re.search(rf"\b{re.escape(key)}=", str(error)), key) for key in given)
+    first = min(((match.start(), key) for match, key in found if match), default=None)
+    return place.child(first[1]) if first else place
 
 
 def _untyped(value: object, place: Place) -> object:

@@ -378,13 +378,18 @@ class TestUnions:
         (
             "model:\n  width: 7",
             [],
-            "model (run.yaml, line 1): width=7 does not divide into heads=2; use a multiple of 2",
+            "model (run.yaml, line 2): width=7 does not divide into heads=2; use a multiple of 2",
         ),
         (
             "",
             ["--model.width=7"],
             "model (--model.width on the command line): width=7 does not divide into heads=2; use "
             "a multiple of 2",
+        ),
+        (
+            "model:\n  num_layers: 3\n  width: 7",
+            ["--model.heads=4"],
+            "model (run.yaml, line 3): width=7 does not divide into heads=4; use a multiple of 4",
         ),
         (
             "",
