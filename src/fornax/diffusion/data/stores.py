@@ -210,8 +210,7 @@ class _Parquet:
                     self.captions += self._captions(table, file, group)
             except (pyarrow.ArrowException, OSError) as error:
                 raise DataError(
-                    f"{file} cannot be read as Parquet: {str(error).rstrip('.')}; copy it "
-                    "again"
+                    f"{file} cannot be read as Parquet: {str(error).rstrip('.')}; copy it again"
                 ) from error
         if not self.captions:
             raise DataError(f"{root} has no row; name files with some")
