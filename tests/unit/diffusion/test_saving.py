@@ -137,7 +137,7 @@ def test_the_command_compares_a_picture(folder, tmp_path, capsys):
 @pytest.mark.exhaustive
 def test_a_runs_network_goes_into_a_pipeline(tmp_path, capsys):
     base = tmp_path / "base"
-    component(base / "unet", "UNet2DConditionModel", UNET)
+    component(base / "unet", "UNet2DConditionModel", {**UNET, "sample_size": [6, 4]})
     component(base / "vae", "AutoencoderKL", VAE)
     component(base / "text_encoder", "CLIPTextModel", CLIP)
     for name in ("scheduler", "tokenizer"):
@@ -158,6 +158,8 @@ def test_a_runs_network_goes_into_a_pipeline(tmp_path, capsys):
         "safety_checker": [None, None],
     }
     (base / "model_index.json").write_text(json.dumps(index))
+    factor = load_component(base / "vae").config.factor
+    assert load_pipeline(base).size == (6 * factor, 4 * factor)
     rng, data = np.random.default_rng(0), tmp_path / "data"
     data.mkdir()
     arrays = {"latents": rng.normal(size=(8, 4, 4, 4)), "text": rng.normal(size=(8, 5, 8))}

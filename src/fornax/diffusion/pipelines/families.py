@@ -38,10 +38,13 @@ def latent_pipeline(
       name: of the denoiser's part.
       encode: prompts to conditions.
       scheduler: None for the folder's.
-      changes: fields of `Pipeline` that differ.
+      changes: fields of `Pipeline` that differ; and `patch` of the denoiser, `side` of its latents
+        where its file has no sample_size, `fixed` for one that draws only that.
     """
     vae, denoiser = of_images(parts.module("vae")), parts.module(name)
     scheduler = parts.scheduler if scheduler is None else scheduler
+    side, fixed = changes.pop("side", 64), changes.pop("fixed", False)
+    trained = denoiser.config.sample_size or side
     if parts.has("controlnet"):
         denoiser = Controlled(denoiser, parts.module("controlnet"))
     channels = vae.config.latent_channels * int(np.prod(vae.config.patch))
@@ -55,8 +58,8 @@ def latent_pipeline(
         )
     factor = vae.config.factor * vae.config.patch[0]
     patch = changes.pop("patch", 1)
-    side, fixed = changes.pop("side", 64), changes.pop("fixed", False)
-    size = (side * factor, side * factor)
+    rows, columns = (trained, trained) if isinstance(trained, int) else trained
+    size = (rows * factor, columns * factor)
     return dataclasses.replace(
         Pipeline(
             name=str(parts.folder),
@@ -133,13 +136,11 @@ def _dit(parts: Parts) -> Pipeline:
     def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
         return Condition(classes_B=jnp.asarray([_class(p, labels, count) for p in prompts]))
 
-    base = denoiser.config.positions.base * denoiser.config.patch[0]
     return latent_pipeline(
         parts,
         "transformer",
         encode,
         patch=denoiser.config.patch[0],
-        side=base,
         fixed=True,
         steps=50,
         scale=4.0,

@@ -40,7 +40,6 @@ def _pixart(length: int, parts: Parts) -> Pipeline:
         "transformer",
         encode,
         patch=denoiser.config.patch[0],
-        side=denoiser.config.sample_size,
         steps=20,
         scale=4.5,
     )
@@ -86,7 +85,6 @@ def _sana(parts: Parts) -> Pipeline:
         encode,
         encode_negative=encode_negative,
         patch=denoiser.config.patch[0],
-        side=denoiser.config.sample_size,
         steps=20,
         scale=4.5,
     )
@@ -107,7 +105,6 @@ def _sana_sprint(parts: Parts) -> Pipeline:
         encode,
         guidance="embedded",
         patch=denoiser.config.patch[0],
-        side=denoiser.config.sample_size,
         # Of levels, whatever timestep_scale the transformer's file has.
         time_scale=1 / (1000 * denoiser.config.embedder.time_scale),
         steps=2,
