@@ -105,8 +105,8 @@ def samples(
     return np.asarray(field, np.float32)
 
 
-def pixels(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+def pixels(points: NDArray[np.float32]) -> NDArray[np.float32]:
     """(..., H, H) means of the points of each pixel, of (..., SAMPLES H, SAMPLES H)."""
-    *rest, size, _ = samples.shape
+    *rest, size, _ = points.shape
     blocks = (size // SAMPLES, SAMPLES)
-    return samples.reshape(*rest, *blocks, *blocks).mean((-3, -1))
+    return points.reshape(*rest, *blocks, *blocks).mean((-3, -1))
