@@ -124,9 +124,9 @@ def _train_line(result: dict[str, Any]) -> str:
 
 def _training(job: Job) -> dict[str, Any]:
     """The same prompts and noise from each checkpoint, and how much of it is right."""
-    every = job.size.train_config(job.config).save_every
-    assert isinstance(every, int)
     wanted, judge = asked(max(1, job.size.judged // 4)), Judge(Letters())
+    sample = job.size.train_config(job.config).sample
+    options = {"steps": _STEPS, "guidance": sample.guidance}
     rows = []
     for path in sorted(
         (job.config.run_dir / "checkpoints").iterdir(), key=lambda p: p.name.zfill(12)
@@ -134,11 +134,10 @@ def _training(job: Job) -> dict[str, Any]:
         if not path.name.isdecimal():
             continue
         loaded = load_run(job.config.run_dir, step=int(path.name))
-        options = {"steps": _STEPS, "guidance": loaded.sample.guidance}
         images = draw_all(loaded, wanted.prompts, seed=job.config.seed, **options)
         shown = draw_all(loaded, SHOWN, seed=job.config.seed, **options)
         rows.append({"step": loaded.step, **score(judge, images, wanted), "picture": _png(shown)})
-    return {"rows": rows, "prompts": list(SHOWN)}
+    return {"rows": rows, "prompts": list(SHOWN), **options}
 
 
 def _training_line(result: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ _STAGES = {
     "export": "seal the denoise function",
     "host": "serve it, sample through it, stop",
 }
+_LIMITS = {"tiny": " It shows that everything works; with --size small most letters become right."}
 
 
 def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
@@ -36,7 +37,8 @@ def write_report(run_dir: Path, size: str, done: Mapping[str, Done]) -> Path:
         run.report,
         title="From fonts to letters that are drawn on request",
         subtitle=f"fornax diffusion quickstart, size {size}: a flow model over pixels, trained on "
-        "letters of the fonts that matplotlib ships, one process, no network.",
+        "letters of the fonts that matplotlib ships, one process, no network."
+        + _LIMITS.get(size, ""),
         figures=_figures(results, done),
         sections=[
             _film(results["film"]),
@@ -104,8 +106,9 @@ def _training(result: Mapping[str, Any]) -> Section:
         parts += [_picture(row["picture"], said), Markup('<p class="sub">{}</p>').format(said)]
     return Section(
         title="What it draws over training",
-        lead=f"The same noise and prompts at each checkpoint: {', '.join(result['prompts'])}. The "
-        "judge compares with templates of every letter and style.",
+        lead=f"The same noise and prompts at each checkpoint: {', '.join(result['prompts'])}, in "
+        f"{result['steps']} steps at guidance {result['guidance']:g}. The judge compares with "
+        "templates of every letter and style.",
         body=Markup("").join(parts),
     )
 
@@ -119,7 +122,8 @@ def _judged(result: Mapping[str, Any]) -> Section:
         )
         for row in result["rows"]
     ]
-    head = ("steps", "guidance", "letter", "and style", "held out: letter", "and style")
+    held = ("held out: letter", "held out: letter and style")
+    head = ("steps", "guidance", "letter", "letter and style", *held)
     pictures = [
         _picture(picture, f"guidance {scale}")
         + Markup('<p class="sub">guidance {}</p>').format(scale)
@@ -145,10 +149,11 @@ def _copies(result: Mapping[str, Any]) -> Section:
         )
     ]
     return Section(
-        title="It does not copy",
+        title="Beside the nearest training images",
         lead="Above what the model drew, below it the nearest of all training images, first for "
         f"pairs that were held out, then for others ({', '.join(result['prompts'])}). Root mean "
-        "square of the difference, of a range of 2, to the nearest training image:",
+        "square of the difference, of a range of 2, to the nearest training image: of copies it "
+        "would be less than that of unseen letters.",
         body=_picture(result["picture"], "Drawn letters over their nearest training images")
         + table(("", "median", "least"), rows),
     )
