@@ -147,7 +147,7 @@ def test_what_has_no_numbers_is_refused(drawing, tmp_path):
     (tmp_path / CALIBRATION).write_text(json.dumps({"coefficients": [1], "magnitudes": ["x"]}))
     with pytest.raises(CheckpointError, match="make it again"):
         with_cache(drawing, tmp_path, "magcache", 0.06)
-    with pytest.raises(ConfigError, match="Use one of teacache, magcache"):
+    with pytest.raises(ConfigError, match="use one of teacache, magcache"):
         parse_cache("senile")
 
 

@@ -29,9 +29,7 @@ def _named(name: str) -> Component:
     if name not in COMPONENTS:
         near = nearest(name, COMPONENTS)
         hint = f"did you mean {near}? " if near else ""
-        raise ConfigError(
-            f"{name} is not known; {hint}Networks that are: {', '.join(sorted(COMPONENTS))}"
-        )
+        raise ConfigError(f"{name} is not known; {hint}use one of {', '.join(sorted(COMPONENTS))}")
     return COMPONENTS[name]
 
 

@@ -124,7 +124,7 @@ class Fields:
             near = nearest(unknown[0], self._read)
             hint = f"did you mean {near!r}? " if near else ""
             raise ConfigError(
-                f"{self._where}: {', '.join(unknown)} is not known; {hint}Keys that are: "
+                f"{self._where}: {', '.join(unknown)} is not known; {hint}known keys are "
                 f"{', '.join(sorted(self._read))}"
             )
 

@@ -163,7 +163,7 @@ def parse_cache(said: str) -> tuple[CacheName, float]:
     guess = nearest(name, THRESHOLDS)
     hint = f"did you mean {guess}? " if guess else ""
     raise ConfigError(
-        f"cache {said!r} is not known; {hint}Use one of {', '.join(THRESHOLDS)}, perhaps with a "
+        f"cache {said!r} is not known; {hint}use one of {', '.join(THRESHOLDS)}, perhaps with a "
         "threshold, such as teacache:0.3"
     )
 

@@ -141,7 +141,7 @@ def open_parts(
         guess = nearest(name, PIPELINES)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"{path}: pipeline {name} is not known; {hint}Those that are: {', '.join(PIPELINES)}"
+            f"{path}: pipeline {name} is not known; {hint}use one of {', '.join(PIPELINES)}"
         )
     return parts
 

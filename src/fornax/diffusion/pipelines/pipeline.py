@@ -316,7 +316,8 @@ class Pipeline:
         if self.sizes and size not in self.sizes:
             known = ", ".join(f"{width}x{height}" for height, width in self.sizes)
             raise ConfigError(
-                f"size {width}x{height}: this model draws only {known} alone; use that"
+                f"size {width}x{height}: this model draws the sizes that it was trained on; "
+                f"use {known}"
             )
         if min(size) < self.multiple or height % self.multiple or width % self.multiple:
             raise ConfigError(

@@ -243,7 +243,7 @@ def _table(pipeline: Pipeline, sampler: str | None, schedule: Schedule) -> Table
         guess = nearest(sampler, SAMPLERS)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"sampler {sampler!r} is not known; {hint}Use one of {', '.join(SAMPLERS)}"
+            f"sampler {sampler!r} is not known; {hint}use one of {', '.join(SAMPLERS)}"
         )
     if pipeline.prediction == "noise" and (table.points[:-1, 1] == 0).any():
         raise ConfigError(

@@ -88,7 +88,7 @@ def read_scheduler(
         guess = nearest(str(name), _SAMPLERS)
         hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"{file}: scheduler {name!r} is not known; {hint}Those that are: {', '.join(_SAMPLERS)}"
+            f"{file}: scheduler {name!r} is not known; {hint}use one of {', '.join(_SAMPLERS)}"
         )
     if values.get("thresholding"):
         raise ConfigError(f"{file}: thresholding is not supported; set it to false")
