@@ -62,19 +62,26 @@ class DiT:
     words besides in one sequence with the patches."""
 
     def transformer(
-        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
+        self,
+        *,
+        channels: int,
+        classes: int | None,
+        pooled: int | None,
+        text: int | None,
+        videos: bool,
     ) -> TransformerConfig:
         """The whole config.
 
         Args:
           channels: of the examples.
           classes: labels, where captions are labels.
-          pooled: width of the caption's vector, and of its words' states.
+          pooled: width of the caption's vector.
+          text: width of its words' states.
           videos: whether examples are videos.
         """
-        text: Any = {}
-        if pooled is not None and self.text != "pooled":
-            text = {"text_width": pooled, "text": self.text}
+        words: Any = {}
+        if text is not None and self.text != "pooled":
+            words = {"text_width": text, "text": self.text}
         return DiTConfig(
             channels=channels,
             patch=self.patch,
@@ -89,7 +96,7 @@ class DiT:
             qk_norm=self.qk_norm,
             classes=classes,
             pooled=pooled,
-            **text,
+            **words,
         ).transformer()
 
 
@@ -101,14 +108,20 @@ class Transformer:
     config: TransformerConfig
 
     def transformer(
-        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
+        self,
+        *,
+        channels: int,
+        classes: int | None,
+        pooled: int | None,
+        text: int | None,
+        videos: bool,
     ) -> TransformerConfig:
         """The config, checked against the data.
 
         Raises:
           ConfigError: it is of other channels, classes or texts.
         """
-        del videos  # `check_sizes` compares the axes
+        del text, videos  # compared by `network_config` and `check_sizes`
         said = self.config
         found = {
             "channels": (said.channels, channels),
@@ -132,14 +145,20 @@ class UNet:
     config: UNetConfig
 
     def transformer(
-        self, *, channels: int, classes: int | None, pooled: int | None, videos: bool
+        self,
+        *,
+        channels: int,
+        classes: int | None,
+        pooled: int | None,
+        text: int | None,
+        videos: bool,
     ) -> UNetConfig:
         """The config, checked against the data; a text's vector is checked where it is used.
 
         Raises:
           ConfigError: it is of other channels or classes.
         """
-        del pooled, videos  # `check_sizes` compares the axes
+        del pooled, text, videos  # `check_sizes` compares the axes
         said = self.config
         for name, given, wanted in (
             ("in_channels", said.in_channels, channels),
@@ -264,7 +283,8 @@ class DiffusionConfig(RunConfig):
         if isinstance(self.data, EncodedConfig) and (self.text or self.sample.every is not None):
             raise ConfigError(
                 "data.type=encoded has texts and latents that were encoded before, and there is no "
-                "decoder to show samples with; set text and sample.every to null"
+                "decoder to show samples with; set text and sample.every to null, and "
+                "sample.guidance to 1"
             )
 
     @property

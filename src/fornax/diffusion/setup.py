@@ -23,7 +23,7 @@ from fornax.diffusion.data import EncodedConfig, Examples
 from fornax.diffusion.data.buckets import Size
 from fornax.diffusion.models.transformer import Transformer, TransformerConfig
 from fornax.diffusion.models.unet import UNet, UNetConfig
-from fornax.diffusion.network import Network
+from fornax.diffusion.network import NAMES, Network
 from fornax.diffusion.prompts import (
     LabelsConfig,
     Prompts,
@@ -132,15 +132,18 @@ def network_config(config: DiffusionConfig, facts: Facts) -> TransformerConfig |
     """
     words = isinstance(config.text, WordsConfig)
     prompts = facts.prompts
-    pooled = config.text.width if isinstance(config.text, WordsConfig) else None
+    pooled = text = config.text.width if isinstance(config.text, WordsConfig) else None
     if isinstance(config.data, EncodedConfig):
-        pooled = config.data.pooled_width
+        pooled, text = config.data.pooled_width, config.data.text_width
     found = config.model.transformer(
         channels=facts.channels,
         classes=None if words or prompts is None else prompts.count,
         pooled=pooled,
+        text=text,
         videos=len(facts.usual) == 3,
     )
+    if isinstance(config.data, EncodedConfig):
+        _check_read(config.data, found)
     if isinstance(found, UNetConfig):
         return found
     if isinstance(config.data, EncodedConfig) and found.text is not None:
@@ -151,6 +154,20 @@ def network_config(config: DiffusionConfig, facts: Facts) -> TransformerConfig |
                 "set it to that"
             )
     return found
+
+
+def _check_read(data: EncodedConfig, config: TransformerConfig | UNetConfig) -> None:
+    """Refuse arrays of the data that the network would not read."""
+    read = takes(config)
+    for name in data.arrays:
+        if NAMES[name] not in read:
+            instead = {"text": ", or model.text of a dit to cross or joint"}.get(name, "")
+            key = {"text": "text_length and data.text_width", "pooled": "pooled_width"}
+            unset = "false" if name == "sizes" else "null"
+            raise ConfigError(
+                f"data has {name}, and the model does not read it; set data.{key.get(name, name)} "
+                f"to {unset}{instead}"
+            )
 
 
 def make_network(

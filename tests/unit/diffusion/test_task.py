@@ -26,7 +26,7 @@ from fornax.diffusion.config import (
     SampleConfig,
     Transformer,
 )
-from fornax.diffusion.data import ImagesConfig, LettersConfig, open_examples
+from fornax.diffusion.data import EncodedConfig, ImagesConfig, LettersConfig, open_examples
 from fornax.diffusion.drawing import to_pixels
 from fornax.diffusion.exporting import export_denoiser
 from fornax.diffusion.letters import Letters
@@ -36,7 +36,7 @@ from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan
 from fornax.diffusion.pipelines.clips import encode_video
 from fornax.diffusion.prompts import LabelsConfig, Prompts, WordsConfig
 from fornax.diffusion.run import train
-from fornax.diffusion.setup import facts_of
+from fornax.diffusion.setup import Facts, facts_of, network_config
 from fornax.diffusion.task import diffusion_task
 from fornax.diffusion.tuning import tune
 from fornax.mesh import MeshConfig
@@ -234,7 +234,7 @@ def test_videos_train_resume_to_the_bit_and_are_drawn(tmp_path: Path) -> None:
 
 
 def _of_videos() -> Transformer:
-    whole = VIDEOS.model.transformer(channels=1, classes=None, pooled=16, videos=True)
+    whole = VIDEOS.model.transformer(channels=1, classes=None, pooled=16, text=16, videos=True)
     return Transformer(config=whole)
 
 
@@ -402,3 +402,33 @@ def test_a_bundle_of_the_denoiser_says_what_it_says(run: Path, tmp_path: Path) -
     found = export.load(tmp_path / "bundle")["denoise"](x=x, time=time, words=words)
     direct = loaded.denoiser(x, time, loaded.encode(prompts))
     np.testing.assert_allclose(found["output"], direct, atol=1e-4)
+
+
+def _encoded(model: DiT, **arrays: Any) -> Any:
+    """The network's config for precomputed latents with some arrays."""
+    config = dataclasses.replace(
+        CONFIG,
+        model=model,
+        data=EncodedConfig(path="latents", shape=(4, 4, 4), **arrays),
+        text=None,
+        eval=EvalConfig(),
+        sample=SampleConfig(every=None, guidance=1.0),
+    )
+    return network_config(config, Facts(channels=4, sizes=((4, 4),), prompts=None))
+
+
+def test_precomputed_texts_are_read_or_refused() -> None:
+    """A denoiser would else train without the captions of its data."""
+    text = {"text_length": 5, "text_width": 8}
+    found = _encoded(dataclasses.replace(CONFIG.model, text="cross"), **text)
+    assert found.text.width == 8
+    assert found.embedder.pooled is None
+    assert _encoded(CONFIG.model, pooled_width=6).embedder.pooled == 6
+    for arrays, said in (
+        (text, r"data has text, .* data\.text_width to null, or model\.text of a dit to cross"),
+        ({**text, "pooled_width": 6}, "data has text"),
+        ({"sizes": True}, r"data has sizes, .* set data\.sizes to false$"),
+        ({"guidance": 3.5}, r"data has guidance, .* set data\.guidance to null$"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _encoded(CONFIG.model, **arrays)
