@@ -90,13 +90,14 @@ def _training(result: Mapping[str, Any]) -> Section:
         lines(
             "Right, of what was asked for",
             [
-                (name, [row["step"] for row in rows], [row[key] for row in rows])
+                (name, [row["step"] for row in rows], [100 * row[key] for row in rows])
                 for name, key in (
                     ("letter", "letter"),
                     ("letter and style", "both"),
                     ("letter and style, pairs held out", "held_out_both"),
                 )
             ],
+            unit="%",
             from_zero=True,
         )
     ]
