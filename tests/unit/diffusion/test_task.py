@@ -419,11 +419,12 @@ def _encoded(model: DiT, **arrays: Any) -> Any:
 
 def test_precomputed_texts_are_read_or_refused() -> None:
     """A denoiser would else train without the captions of its data."""
+    dit = DiT(num_layers=2, num_heads=2, head_dim=8)
     text = {"text_length": 5, "text_width": 8}
-    found = _encoded(dataclasses.replace(CONFIG.model, text="cross"), **text)
+    found = _encoded(dataclasses.replace(dit, text="cross"), **text)
     assert found.text.width == 8
     assert found.embedder.pooled is None
-    assert _encoded(CONFIG.model, pooled_width=6).embedder.pooled == 6
+    assert _encoded(dit, pooled_width=6).embedder.pooled == 6
     for arrays, said in (
         (text, r"data has text, .* data\.text_width to null, or model\.text of a dit to cross"),
         ({**text, "pooled_width": 6}, "data has text"),
@@ -431,4 +432,4 @@ def test_precomputed_texts_are_read_or_refused() -> None:
         ({"guidance": 3.5}, r"data has guidance, .* set data\.guidance to null$"),
     ):
         with pytest.raises(ConfigError, match=said):
-            _encoded(CONFIG.model, **arrays)
+            _encoded(dit, **arrays)
