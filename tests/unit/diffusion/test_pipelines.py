@@ -166,6 +166,21 @@ def test_pictures_survive_files_without_loss(tmp_path):
         assert (picture.size, picture.format) == ((10, 12), FORMATS[form])
 
 
+def test_pictures_are_read_upright_and_in_eight_bits(tmp_path):
+    """As phones write photographs, and depth maps are."""
+    rows = np.arange(12, dtype=np.uint8)[:, None] * 20
+    stored = Image.fromarray(np.broadcast_to(rows, (12, 8)).copy())
+    exif = stored.getexif()
+    exif[0x112] = 6  # to be turned by a quarter, clockwise
+    stored.save(tmp_path / "photo.png", exif=exif)
+    found = to_array(open_picture(tmp_path / "photo.png", "photo"), (8, 12), 1)[..., 0]
+    np.testing.assert_allclose((found + 1) * 127.5, np.broadcast_to(rows[::-1].T, (8, 12)))
+    depth = np.linspace(0, 65535, 96).reshape(8, 12).astype(np.uint16)
+    Image.fromarray(depth).save(tmp_path / "depth.png")
+    found = np.asarray(open_picture(tmp_path / "depth.png", "depth"))
+    np.testing.assert_array_equal(found, depth >> 8)
+
+
 def test_a_mask_is_white_where_to_draw():
     mask = np.zeros((8, 8), np.uint8)
     mask[:, 4:] = 255

@@ -27,7 +27,9 @@ _MOST_PIXELS = 64 << 20
 
 
 def open_picture(source: Path | bytes, what: str) -> Image.Image:
-    """A picture, read whole.
+    """A picture, read whole and upright: turned as its head says (EXIF), as in training.
+
+    Grey values of 16 bits, as depth maps have, become 8.
 
     Args:
       source: a file, or its bytes.
@@ -44,6 +46,7 @@ def open_picture(source: Path | bytes, what: str) -> Image.Image:
                 f"{_MOST_PIXELS:,}"
             )
         picture.load()
+        ImageOps.exif_transpose(picture, in_place=True)
     except UnidentifiedImageError:
         raise DataError(f"{what} is not a picture; use a PNG, JPEG or WebP file") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
@@ -51,6 +54,8 @@ def open_picture(source: Path | bytes, what: str) -> Image.Image:
         raise DataError(
             f"{what} cannot be read ({reason}); use a whole PNG, JPEG or WebP file"
         ) from None
+    if picture.mode.startswith("I"):  # Pillow's own conversion ends at 255
+        picture = Image.fromarray((np.clip(np.asarray(picture), 0, 65535) >> 8).astype(np.uint8))
     return picture
 
 
