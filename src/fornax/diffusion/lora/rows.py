@@ -65,32 +65,46 @@ class ByRow(nnx.Module):
 
     Attributes:
       denoiser: without adapters.
-      matrices: path of a kernel to A [L, A, K, R] and B [L, A, R, N], L left out where it is not
-        stacked; ranks are filled up to the largest.
+      paths: of the kernels that an adapter changes.
+      down: of each, A [L, A, K, R], L left out where it is not stacked; ranks are filled up to the
+        largest. All of it is on each device of a mesh.
+      up: of each, B [L, A, R, N].
     """
 
     def __init__(self, denoiser: nnx.Module, adapters: Sequence[tuple[Adapter, float]]):
         """Take adapters of the denoiser, each with the scale of its product."""
         self.denoiser = denoiser
-        paths = dict.fromkeys(path for adapter, _ in adapters for path in adapter.pairs)
+        self.paths = tuple(
+            dict.fromkeys(path for adapter, _ in adapters for path in adapter.pairs)
+        )
         modules = {"/".join(map(str, at)): each for at, each in nnx.iter_modules(denoiser)}
-        self.matrices = nnx.Param({p: _matrices(modules[p], p, adapters) for p in paths})
+        pairs = [_matrices(modules[path], path, adapters) for path in self.paths]
+        self.down, self.up = (
+            nnx.List(nnx.Param(pair[side], axes=(None,) * pair[side].ndim) for pair in pairs)
+            for side in (0, 1)
+        )
 
-    def __call__(self, x_BX: jax.Array, time_B: jax.Array, condition: Condition) -> jax.Array:
+    def __call__(
+        self, x_BX: jax.Array, time_B: jax.Array, condition: Condition, **options: Any
+    ) -> jax.Array:
         """The denoiser's output, see there."""
-        adapters_B, matrices = condition.adapter_B, self.matrices.get_value()
+        adapters_B = condition.adapter_B
         assert adapters_B is not None, "a pipeline with adapters says each row's"
+        pairs = {
+            path: (down.get_value(), up.get_value())
+            for path, down, up in zip(self.paths, self.down, self.up, strict=True)
+        }
         graph, state = nnx.split(self.denoiser)
         found = []
         for path, variable in nnx.to_flat_state(state):
-            pair = matrices.get("/".join(map(str, path[:-1]))) if path[-1] == "kernel" else None
+            pair = pairs.get("/".join(map(str, path[:-1]))) if path[-1] == "kernel" else None
             if pair is not None:
                 down, up = pair
                 rows = jnp.broadcast_to(adapters_B, (*down.shape[:-3], len(adapters_B)))
                 variable = variable.replace(_RowWeight(variable.get_value(), down, up, rows))
             found.append((path, variable))
         denoiser: Any = nnx.merge(graph, nnx.from_flat_state(found))
-        return denoiser(x_BX, time_B, dataclasses.replace(condition, adapter_B=None))
+        return denoiser(x_BX, time_B, dataclasses.replace(condition, adapter_B=None), **options)
 
 
 def _matrices(

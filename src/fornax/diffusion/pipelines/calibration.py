@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from scipy.optimize import nnls
 from fornax.config import nearest
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.files import write_whole
+from fornax.diffusion.lora import ByRow
 from fornax.diffusion.models.transformer import Transformer, TransformerConfig
 from fornax.diffusion.pipelines.pipeline import Job, Pipeline
 from fornax.diffusion.pipelines.step_cache import ALWAYS, Recorder, StepCache
@@ -126,8 +127,7 @@ def with_cache(
       CheckpointError: a damaged calibration.
     """
     check_cacheable(pipeline)
-    assert isinstance(pipeline.denoiser, Transformer), "checked above"
-    found = _published(pipeline.denoiser.config)
+    found = _published(_without_adapters(pipeline).config)
     if (Path(folder) / CALIBRATION).exists():
         found = Calibration.load(Path(folder) / CALIBRATION)
     numbers = found.coefficients if kind == "teacache" else found.magnitudes
@@ -174,11 +174,17 @@ def check_cacheable(pipeline: Pipeline) -> None:
     Raises:
       ConfigError: it is not a transformer.
     """
-    if not isinstance(pipeline.denoiser, Transformer):
+    denoiser = _without_adapters(pipeline)
+    if not isinstance(denoiser, Transformer):
         raise ConfigError(
-            f"{pipeline.name} is drawn by a {type(pipeline.denoiser).__name__}, and caches of "
-            "steps are for transformers; leave the cache out"
+            f"{pipeline.name} is drawn by a {type(denoiser).__name__}, and caches of steps are for "
+            "transformers; leave the cache out"
         )
+
+
+def _without_adapters(pipeline: Pipeline) -> Any:
+    denoiser = pipeline.denoiser
+    return denoiser.denoiser if isinstance(denoiser, ByRow) else denoiser
 
 
 def _cache(found: Calibration, kind: CacheName, threshold: float) -> StepCache:
@@ -302,12 +308,15 @@ def calibrate(pipeline: Pipeline, job: Job) -> tuple[Calibration, Iterator[Measu
             for threshold in thresholds:
                 cache = _cache(found, kind, threshold)
                 asks = cache.asks(evaluations, evaluations)
+                wanted = iter(latents_BX[:, None])
                 draw = CountedScan(
                     dataclasses.replace(pipeline, cache=cache),
                     dataclasses.replace(job, asks=asks),
-                    lambda job: latents_BX,
+                    lambda job, wanted=wanted: next(wanted),
                 )
-                draw(job)
+                # One by one: blocks that one image of a batch needs run for all of it.
+                for row in range(len(latents_BX)):
+                    draw(job.rows(row, row + 1))
                 yield draw.measured()
 
     return found, measured()

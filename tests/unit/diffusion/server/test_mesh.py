@@ -8,6 +8,7 @@ from tests.unit.diffusion.server.conftest import make_pipeline
 from tests.unit.diffusion.test_step_caches import MAGCACHE, random_transformer
 
 from fornax.config.errors import ConfigError, ShardingError
+from fornax.diffusion.lora import Adapter, ByRow
 from fornax.diffusion.pipelines import ImageRequest, plan
 from fornax.diffusion.server.launch import ServeImagesConfig, laid_out
 from fornax.diffusion.server.slots import Programs, Slots
@@ -25,11 +26,16 @@ def drawn(pipeline, job):
 
 
 def test_images_are_those_of_one_device():
-    one = make_pipeline(denoiser=random_transformer(), cache=MAGCACHE, steps=6)
-    job = plan(one, ImageRequest(prompt="k", count=2, seed=1))
+    """With an adapter and a cache of steps."""
+    rng = np.random.default_rng(0)
+    pair = (np.float32(rng.normal(size=(2, 16, 2))), np.float32(rng.normal(size=(2, 2, 16))))
+    rex = Adapter(name="rex", pairs={"blocks/0/attention/q": pair})
+    denoiser = ByRow(random_transformer(), [(rex, 1.0)])
+    one = make_pipeline(denoiser=denoiser, adapters=("rex",), cache=MAGCACHE, steps=6)
+    job = plan(one, ImageRequest(prompt="k", count=2, seed=1, adapter="rex"))
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     many = laid_out(one, ServeImagesConfig(mesh=mesh))
-    weights = many.denoiser.blocks[0].mlp.up.kernel[...]
+    weights = many.denoiser.denoiser.blocks[0].mlp.up.kernel[...]
     assert len(weights.sharding.device_set) == 8
     assert weights.addressable_shards[0].data.size == weights.size // 4
     np.testing.assert_allclose(drawn(many, job), drawn(one, job), atol=1e-5)
