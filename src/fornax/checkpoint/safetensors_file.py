@@ -71,14 +71,16 @@ def find_tensors(
 ) -> dict[str, StoredTensor]:
     """Every tensor of a Hugging Face directory by name, from one file or a sharded set.
 
+    A directory that holds only a variant, as `model.fp16.safetensors`, is read from that.
+
     Args:
       folder: the directory.
       dtypes: of which all tensors are.
       stem: of the files' names.
 
     Raises:
-      CheckpointError: no safetensors files, a missing or damaged one, or an index that does not
-        agree with its files.
+      CheckpointError: no safetensors files, those of several variants, a missing or damaged one,
+        or an index that does not agree with its files.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a directory; give one with config.json and weights")
@@ -88,6 +90,21 @@ def find_tensors(
     single = folder / f"{stem}.safetensors"
     if single.exists():
         return open_file(single, dtypes)
+    variants = [
+        path
+        for pattern in (f"{stem}.*.safetensors", f"{stem}.safetensors.index.*.json")
+        for path in sorted(folder.glob(pattern))
+        if "-of-" not in path.name
+    ]
+    if len(variants) > 1:
+        raise CheckpointError(
+            f"{folder} holds {' and '.join(path.name for path in variants)}; which to read is not "
+            f"known: move all but one out, or name that {single.name}"
+        )
+    if variants and variants[0].suffix == ".json":
+        return _from_index(folder, variants[0], dtypes)
+    if variants:
+        return open_file(variants[0], dtypes)
     pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(
         path.name for path in folder.glob("*.pt*")
     )
@@ -98,7 +115,8 @@ def find_tensors(
             "save_pretrained writes it)"
         )
     raise CheckpointError(
-        f"{folder} has neither {single.name} nor {index.name}; copy or download its weights again"
+        f"{folder} has neither {single.name} nor {index.name}; download the weights again, or name "
+        "the directory that holds them"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from fornax.checkpoint.safetensors_file import find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion.models import files
 from fornax.diffusion.models.files import Component
@@ -199,3 +200,18 @@ def test_a_parameter_without_a_line_is_refused(folder, tmp_path):
     net.more = nnx.Param(jnp.zeros((2,)), axes=(None,))
     with pytest.raises(ConfigError, match="more has no line"):
         files.save(NET, net, tmp_path / "out")
+
+
+def test_a_folder_that_holds_one_variant_is_read_from_it(tmp_path):
+    """As `from_pretrained(variant="fp16")` downloads it, in one file or in shards."""
+    stem, half = "diffusion_pytorch_model", {"w": np.ones(3, np.float16)}
+    save_file(half, tmp_path / f"{stem}.fp16.safetensors")
+    np.testing.assert_array_equal(find_tensors(tmp_path, stem=stem)["w"].view(), half["w"])
+    shard = f"{stem}.fp16-00001-of-00001.safetensors"
+    (tmp_path / f"{stem}.fp16.safetensors").rename(tmp_path / shard)
+    index = tmp_path / f"{stem}.safetensors.index.fp16.json"
+    index.write_text(json.dumps({"weight_map": {"w": shard}}))
+    np.testing.assert_array_equal(find_tensors(tmp_path, stem=stem)["w"].view(), half["w"])
+    save_file(half, tmp_path / f"{stem}.non_ema.safetensors")
+    with pytest.raises(CheckpointError, match=r"non_ema\.safetensors and .*fp16\.json"):
+        find_tensors(tmp_path, stem=stem)
