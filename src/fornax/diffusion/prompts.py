@@ -117,9 +117,9 @@ class Prompts:
         found = places.get(word)
         if found is None:
             near = nearest(word, self.known)
-            hint = f"did you mean {near!r}? " if near else ""
+            hint = f"did you mean {near!r}? It" if near else "it"
             raise DataError(
-                f"{word!r} is in no caption that the model was trained on; {hint}use only "
+                f"{word!r} is in no caption that the model was trained on; {hint} knows "
                 f"{first_few(self.known, 12)}"
             )
         return found

@@ -74,9 +74,7 @@ class ByRow(nnx.Module):
     def __init__(self, denoiser: nnx.Module, adapters: Sequence[tuple[Adapter, float]]):
         """Take adapters of the denoiser, each with the scale of its product."""
         self.denoiser = denoiser
-        self.paths = tuple(
-            dict.fromkeys(path for adapter, _ in adapters for path in adapter.pairs)
-        )
+        self.paths = tuple(dict.fromkeys(path for adapter, _ in adapters for path in adapter.pairs))
         modules = {"/".join(map(str, at)): each for at, each in nnx.iter_modules(denoiser)}
         pairs = [_matrices(modules[path], path, adapters) for path in self.paths]
         self.down, self.up = (

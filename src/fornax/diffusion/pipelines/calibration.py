@@ -161,9 +161,9 @@ def parse_cache(said: str) -> tuple[CacheName, float]:
             )
         return kind, threshold
     guess = nearest(name, THRESHOLDS)
-    hint = f"did you mean {guess}? " if guess else ""
+    hint = f"did you mean {guess}? Use" if guess else "use"
     raise ConfigError(
-        f"cache {said!r} is not known; {hint}use one of {', '.join(THRESHOLDS)}, perhaps with a "
+        f"cache {said!r} is not known; {hint} one of {', '.join(THRESHOLDS)}, perhaps with a "
         "threshold, such as teacache:0.3"
     )
 

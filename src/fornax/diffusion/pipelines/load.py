@@ -130,7 +130,7 @@ def open_parts(
       CheckpointError: model_index.json cannot be read.
     """
     if not is_pipeline(path):
-        what = "does not exist" if not path.exists() else "holds neither"
+        what = "does not exist" if not path.exists() else "holds no model"
         raise ConfigError(
             f"{path} {what}: name a folder that diffusers saved, with model_index.json, or a run "
             "directory of fornax diffusion train"

@@ -315,10 +315,8 @@ class Pipeline:
         height, width = size
         if self.sizes and size not in self.sizes:
             known = ", ".join(f"{width}x{height}" for height, width in self.sizes)
-            raise ConfigError(
-                f"size {width}x{height}: this model draws the sizes that it was trained on; "
-                f"use {known}"
-            )
+            use = "that" if len(self.sizes) == 1 else "one of these"
+            raise ConfigError(f"size {width}x{height}: this model draws only {known}; use {use}")
         if min(size) < self.multiple or height % self.multiple or width % self.multiple:
             raise ConfigError(
                 f"size {width}x{height}: width and height must be multiples of {self.multiple}; "

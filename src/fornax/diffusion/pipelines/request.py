@@ -47,7 +47,7 @@ class ImageRequest:
     """Frames of a video per second, which some models receive."""
     steps: int | None = None
     guidance: float | None = None
-    """Scale of guidance; 1 for none."""
+    """Scale of guidance; 1 for none, which is the least where it is by two evaluations."""
     seed: int = 0
     sampler: str | None = None
     """A name of `SAMPLERS`."""
@@ -241,9 +241,9 @@ def _table(pipeline: Pipeline, sampler: str | None, schedule: Schedule) -> Table
         table = SAMPLERS[sampler](schedule)
     else:
         guess = nearest(sampler, SAMPLERS)
-        hint = f"did you mean {guess}? " if guess else ""
+        hint = f"did you mean {guess}? Use" if guess else "use"
         raise ConfigError(
-            f"sampler {sampler!r} is not known; {hint}use one of {', '.join(SAMPLERS)}"
+            f"sampler {sampler!r} is not known; {hint} one of {', '.join(SAMPLERS)}"
         )
     if pipeline.prediction == "noise" and (table.points[:-1, 1] == 0).any():
         raise ConfigError(
@@ -259,6 +259,11 @@ def _check(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
         raise ConfigError(f"steps={steps} must be from 1 to {_STEPS}")
     if guidance is not None and not (math.isfinite(guidance) and 0 <= guidance <= 100):
         raise ConfigError(f"guidance={guidance:g} must be from 0 to 100; 1 means no guidance")
+    if guidance is not None and guidance < 1 and pipeline.guidance == "free":
+        raise ConfigError(
+            f"guidance={guidance:g} would leave out the prompt, in whole or in part: 1 means no "
+            "guidance here, as 0 does in diffusers; give 1 or more"
+        )
     if guidance not in (None, 1) and pipeline.guidance == "none":
         raise ConfigError(
             f"guidance={guidance:g}: this model takes none, since it has no captions or was "
@@ -302,7 +307,7 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
         raise ConfigError("this model draws videos that begin with an image; give one (--image)")
     if (request.control is not None) != pipeline.follows:
         what = "follows an image; give one (--control)"
-        raise ConfigError(f"this model {what if pipeline.follows else 'follows no image'}")
+        raise ConfigError(f"this model {what if pipeline.follows else 'follows no image; leave it out (--control)'}")
     _check_references(pipeline, request)
     if request.control is not None and request.control.shape[:2] != size:
         height, width = request.control.shape[:2]

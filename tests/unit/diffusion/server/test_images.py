@@ -201,6 +201,7 @@ def test_variations_stay_near_with_little_strength(app):
         ({"prompt": "R", "style": "vivid"}, "in the prompt", "style"),
         ({"prompt": "R", "quality": "high"}, "num_inference_steps", "quality"),
         ({"prompt": "R", "seed": 2**32}, "less than", "seed"),
+        ({"prompt": "R", "guidance_scale": 0}, "1 means no guidance here, as 0 does in", None),
         ({"prompt": "R", "num_inference_steps": 101}, "100 at most", "num_inference_steps"),
         ({"prompt": "R", "partial_images": 2}, "set stream", "partial_images"),
         ({"prompt": "R", "output_compression": 5}, "jpeg", "output_compression"),
