@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fornax import export
+from fornax.config.errors import ConfigError
 from fornax.diffusion.data.buckets import Size
 from fornax.diffusion.load import load_run
 from fornax.diffusion.network import Network
@@ -53,7 +54,8 @@ def export_denoiser(
       **options: further ones of `export.save`: platforms, overwrite, executables, ...
 
     Raises:
-      ConfigError, CheckpointError: no such run; a size that the network cannot take.
+      ConfigError, CheckpointError: no such run; a size that the network cannot take; texts that
+        were encoded before the run.
       BundleError: from `export.save`.
     """
     # Attention in bfloat16 would go to a GPU's own library.
@@ -65,6 +67,13 @@ def export_denoiser(
         "time": export.Spec(("b",), "float32", low=0.0, high=1000.0),
     }
     prompts = run.facts.prompts
+    encoded = {"text_BSD", "pooled_BD"} & set(run.network.takes)
+    if prompts is None and encoded:
+        raise ConfigError(
+            f"{model} was trained on texts that were encoded before; put its network into the "
+            "folder of diffusers that it was trained as (fornax convert --pipeline DIR), and "
+            "export that"
+        )
     if prompts is not None:
         words = isinstance(prompts.config, WordsConfig)
         name, more = ("words", (prompts.config.length,)) if words else ("classes", ())  # pyrefly: ignore[missing-attribute]

@@ -9,14 +9,29 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
+from fornax import export
 from fornax.cli.main import main
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion import Objective
 from fornax.diffusion.config import DiffusionConfig, SampleConfig, UNet
 from fornax.diffusion.data import EncodedConfig
 from fornax.diffusion.load import load_run
-from fornax.diffusion.models import COMPONENTS, create, files, load_component, save_component
-from fornax.diffusion.pipelines import load_pipeline, save_pipeline, with_denoiser
+from fornax.diffusion.models import (
+    COMPONENTS,
+    Condition,
+    create,
+    files,
+    load_component,
+    save_component,
+)
+from fornax.diffusion.pipelines import (
+    ImageRequest,
+    load_pipeline,
+    plan,
+    save_pipeline,
+    with_denoiser,
+)
+from fornax.diffusion.predictions import Point
 from fornax.diffusion.run import train
 
 VAE = {
@@ -134,6 +149,26 @@ def test_the_command_compares_a_picture(folder, tmp_path, capsys):
     assert (parity["pipeline"], parity["prompt"], parity["size"]) == ("DiTPipeline", "0", [8, 8])
 
 
+@pytest.mark.slow
+def test_a_bundle_of_its_denoiser_says_what_it_says(folder, tmp_path, capsys):
+    out = tmp_path / "dit" / "1"
+    command = ["export", "--model", str(folder), "--function", "denoise", "--out", str(out)]
+    assert main([*command, "--batch", "2", "--platforms", "cpu"]) == 0
+    pipeline = load_pipeline(folder)
+    job = plan(pipeline, ImageRequest(prompt="3", count=2))
+    time, classes = np.float32([900, 20]), np.int32([3, 10])
+    denoise = export.load(out)["denoise"]
+    found = denoise(x=np.asarray(job.start_BX), time=time, classes=classes)["output"]
+    condition = Condition(classes_B=jnp.asarray(classes))
+    wanted = pipeline.network(pipeline.denoiser, condition, None, 1.0)(
+        job.start_BX, Point(jnp.asarray(time), jnp.ones(2), jnp.asarray(time))
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    capsys.readouterr()
+    assert main([*command, "--length", "8", "--overwrite"]) == 2
+    assert "is for language models" in capsys.readouterr().err
+
+
 @pytest.mark.exhaustive
 def test_a_runs_network_goes_into_a_pipeline(tmp_path, capsys):
     base = tmp_path / "base"
@@ -178,8 +213,9 @@ def test_a_runs_network_goes_into_a_pipeline(tmp_path, capsys):
     )
     train(config, tmp_path / "run", progress="none")
     command = ["convert", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
-    assert main(command) == 2
-    assert "--pipeline DIR" in capsys.readouterr().err
+    for refused in (command, ["export", "--model", *command[1:], "--function", "denoise"]):
+        assert main(refused) == 2
+        assert "--pipeline DIR" in capsys.readouterr().err
     assert main([*command, "--pipeline", str(base)]) == 0
     parity = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert parity["max_abs_difference"] < 1e-5 * parity["max_abs_latent"]

@@ -22,7 +22,7 @@ class Arguments:
     """Export functions and their weights as a bundle, or inspect bundles.
 
     --model DIR: functions of a language model, a run or a Hugging Face directory: logits,
-    next_token, score (log-probabilities), embedding; of a diffusion run: denoise. --function
+    next_token, score (log-probabilities), embedding; of a diffusion model: denoise. --function
     FILE.py:NAME: your own; NAME takes nothing and returns what export.save takes, as a dict:
     functions, params, inputs, buckets, ...
     --inspect verifies a bundle and prints it all. --diff ends with 0 when both are the same, 1
@@ -136,12 +136,12 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
-    from fornax.diffusion.load import is_diffusion_run
+    from fornax.diffusion.load import is_diffusion_run, is_pipeline
     from fornax.mesh import parse_dtype
     from fornax.train import export_model
 
     options = _options(arguments)
-    if is_diffusion_run(model):
+    if is_diffusion_run(model) or is_pipeline(model):
         return _export_denoiser(arguments, model, out)
     if arguments.batch:
         options["batch"] = arguments.batch
@@ -156,20 +156,23 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
 
 def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     from fornax.diffusion.exporting import export_denoiser
+    from fornax.diffusion.load import is_pipeline, open_tuned
+    from fornax.diffusion.pipelines.exporting import export_pipeline
     from fornax.mesh import parse_dtype
 
     other = [name for name in arguments.function if name != "denoise"]
     if other:
-        raise ConfigError(f"function {other[0]!r} is none of a diffusion run's; it has denoise")
+        raise ConfigError(f"function {other[0]!r} is none of a diffusion model's; it has denoise")
     for name in ("length", "pooling"):
         if getattr(arguments, name):
-            raise ConfigError(f"--{name} is for language models, and {model} is a diffusion run")
+            raise ConfigError(f"--{name} is for language models, and {model} draws images")
     options = _options(arguments)
     if arguments.batch:
         options["batch"] = arguments.batch
     if arguments.dtype is not None:
         options["dtype"] = parse_dtype(arguments.dtype)
-    return export_denoiser(model, out, **options)
+    whole = is_pipeline(model) or open_tuned(model) is not None
+    return (export_pipeline if whole else export_denoiser)(model, out, **options)
 
 
 def _export_own(arguments: Arguments, name: str, out: Path) -> "Manifest":

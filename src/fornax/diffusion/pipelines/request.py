@@ -242,9 +242,7 @@ def _table(pipeline: Pipeline, sampler: str | None, schedule: Schedule) -> Table
     else:
         guess = nearest(sampler, SAMPLERS)
         hint = f"did you mean {guess}? Use" if guess else "use"
-        raise ConfigError(
-            f"sampler {sampler!r} is not known; {hint} one of {', '.join(SAMPLERS)}"
-        )
+        raise ConfigError(f"sampler {sampler!r} is not known; {hint} one of {', '.join(SAMPLERS)}")
     if pipeline.prediction == "noise" and (table.points[:-1, 1] == 0).any():
         raise ConfigError(
             "this model predicts noise, and its schedule starts where there is nothing else (zero "
@@ -306,8 +304,8 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
     if pipeline.frames is not None and pipeline.frames.begin and request.image is None:
         raise ConfigError("this model draws videos that begin with an image; give one (--image)")
     if (request.control is not None) != pipeline.follows:
-        what = "follows an image; give one (--control)"
-        raise ConfigError(f"this model {what if pipeline.follows else 'follows no image; leave it out (--control)'}")
+        follows, not_ = "follows an image; give one", "follows no image; leave it out"
+        raise ConfigError(f"this model {follows if pipeline.follows else not_} (--control)")
     _check_references(pipeline, request)
     if request.control is not None and request.control.shape[:2] != size:
         height, width = request.control.shape[:2]
