@@ -159,7 +159,7 @@ def _caption_by_table(lines: bytes):
 
 
 def test_captions_of_other_editors_are_read(tmp_path: Path) -> None:
-    """A byte order mark is no part of a word, and U+2028 ends no line of JSON."""
+    """A byte order mark is not part of a word, and U+2028 ends no line of JSON."""
     folder = _folder(tmp_path / "data")
     (folder / "1.txt").write_bytes("\ufeffa red cat\r\n".encode())
     _caption_by_table('\ufeff{"file_name": "2.png", "text": "one\u2028two"}\r\n'.encode())(folder)
