@@ -3,6 +3,7 @@
 import io
 import sys
 
+import av
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,7 +42,6 @@ def test_animated_pictures_keep_frames_and_time(form):
 
 
 def test_mp4_holds_every_frame_at_its_rate():
-    av = pytest.importorskip("av")
     video = moving()
     with av.open(io.BytesIO(encode_video(video, "mp4", 23.976))) as container:
         stream = container.streams.video[0]

@@ -176,7 +176,6 @@ def turned(file: bytes) -> bytes:
 
 
 def test_mp4_at_a_rate_upright_and_whole():
-    pytest.importorskip("av")
     file = encoded(1, "mp4")
     for whole in (True, False):
         assert look_at_video(file, "it", rate=None, whole=whole) == ((32, 48), 9)
