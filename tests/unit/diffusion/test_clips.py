@@ -43,8 +43,9 @@ def test_animated_pictures_keep_frames_and_time(form):
 
 def test_mp4_holds_every_frame_at_its_rate():
     video = moving()
-    with av.open(io.BytesIO(encode_video(video, "mp4", 23.976))) as container:
+    with av.open(io.BytesIO(encode_video(video, "mp4", 23.976)), "r") as container:
         stream = container.streams.video[0]
+        assert stream.average_rate is not None
         assert float(stream.average_rate) == pytest.approx(23.976, rel=1e-3)
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
     assert np.stack(frames).shape == video.shape
