@@ -38,7 +38,7 @@ class Size:
     count: int
     """Different letters to train on."""
     judged: int
-    """Images judged of each pair of letter and style that is held out; of others a quarter."""
+    """Images judged of each pair of letter and style that is held out; of others an eighth."""
     sample_steps: tuple[int, ...]
     guidances: tuple[float, ...]
     minutes: str

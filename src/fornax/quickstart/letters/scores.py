@@ -30,11 +30,11 @@ class Asked:
 
 
 def asked(each: int) -> Asked:
-    """Every pair of letter and style: `each` times those held out, a quarter of it the others."""
+    """Every pair of letter and style: `each` times those held out, an eighth of it the others."""
     styles = tuple(FONTS)
     rows = [
         (letter, style, held)
-        for held, times in ((False, max(1, each // 4)), (True, each))
+        for held, times in ((False, max(1, each // 8)), (True, each))
         for letter, style in Letters(held_out=held).pairs
         for _ in range(times)
     ]
