@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 from tyro.conf import arg
 
 from fornax.cli.arguments import NO_DEFAULT
-from fornax.config import ConfigError, Field, describe, dump_yaml, load, nearest
+from fornax.config import ConfigError, Field, describe, did_you_mean, dump_yaml, load
 
 T = TypeVar("T")
 
@@ -64,10 +64,9 @@ def print_keys(cls: type, prefix: str = "") -> None:
     shown = [field for field in fields if _below(field.path, wanted)]
     if not shown:
         tops = {".".join(f.path.split(".")[:n]): None for f in fields for n in (1, 2, 3)}
-        guess = nearest(prefix, tops)
-        hint = f"did you mean {guess}? It" if guess else "it"
         parts = ", ".join(dict.fromkeys(field.path.split(".")[0] for field in fields))
-        raise ConfigError(f"{prefix} is not a key of {cls.__name__}; {hint} has {parts}")
+        hint = did_you_mean(prefix, tops, f"it has {parts}")
+        raise ConfigError(f"{prefix} is not a key of {cls.__name__}; {hint}")
     for field in shown:
         print("\n".join(_lines(field)))  # noqa: T201
 

@@ -8,7 +8,7 @@ from fornax import __version__
 from fornax.cli import registry
 from fornax.cli.failures import report
 from fornax.cli.registry import Command, Group
-from fornax.config import ConfigError, nearest
+from fornax.config import ConfigError, did_you_mean
 from fornax.config.environment import restart_with_huge_pages
 
 _HELP = ("-h", "--help")
@@ -47,11 +47,8 @@ def _dispatch(group: Group, words: list[str]) -> int:
         return 0
     name, *rest = words
     if name not in group.commands:
-        guess = nearest(name, group.commands)
-        hint = f"did you mean {guess}? It" if guess else "it"
-        raise ConfigError(
-            f"{name} is not a command of {program}; {hint} has {', '.join(group.commands)}"
-        )
+        hint = did_you_mean(name, group.commands, f"it has {', '.join(group.commands)}")
+        raise ConfigError(f"{name} is not a command of {program}; {hint}")
     found = group.commands[name]
     return _dispatch(found, rest) if isinstance(found, Group) else _call(found, rest)
 

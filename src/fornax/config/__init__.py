@@ -22,7 +22,7 @@ from fornax.config.errors import (
 )
 from fornax.config.load import from_arguments, from_mapping, from_yaml, load
 from fornax.config.overrides import split_arguments
-from fornax.config.suggest import nearest
+from fornax.config.suggest import did_you_mean, nearest
 from fornax.config.user_code import load_module, load_name, load_object, user_errors
 from fornax.config.write import Change, diff, dump_yaml, to_mapping
 
@@ -42,6 +42,7 @@ __all__ = [
     "ServingError",
     "ShardingError",
     "describe",
+    "did_you_mean",
     "diff",
     "dump_yaml",
     "from_arguments",

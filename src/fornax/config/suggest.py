@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["first_few", "nearest", "similar"]
+__all__ = ["did_you_mean", "first_few", "nearest", "similar"]
 
 _LONGEST = 256
 
@@ -15,6 +15,21 @@ def nearest(word: str, allowed: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in allowed}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, allowed: Iterable[str], otherwise: str | None = None) -> str:
+    """`did you mean X? Use one of ...`, or what follows the question alone where nothing is close.
+
+    Args:
+      word: the misspelt one.
+      allowed: the words that are known.
+      otherwise: what follows the question; None for `use one of` and all that is allowed.
+    """
+    allowed = list(allowed)
+    if otherwise is None:
+        otherwise = f"use one of {', '.join(allowed)}"
+    guess = nearest(word, allowed)
+    return f"did you mean {guess}? {otherwise[0].upper()}{otherwise[1:]}" if guess else otherwise
 
 
 def similar(text: str, paths: Iterable[str]) -> list[str]:

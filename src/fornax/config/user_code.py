@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from fornax.config.errors import ConfigError, FornaxError
-from fornax.config.suggest import first_few, nearest
+from fornax.config.suggest import did_you_mean, first_few, nearest
 
 __all__ = ["load_module", "load_name", "load_object", "user_errors"]
 
@@ -82,11 +82,8 @@ def load_module(place: str) -> ModuleType:
 
 def _missing(found: object, place: str, attribute: str) -> ConfigError:
     has = [k for k, v in vars(found).items() if callable(v) and not k.startswith("_")]
-    guess = nearest(attribute, has)
-    hint = f"did you mean {guess}? " if guess else ""
-    return ConfigError(
-        f"{place} has no function {attribute}; {hint}It has {first_few(has, 10) or 'none'}"
-    )
+    hint = did_you_mean(attribute, has, f"it has {first_few(has, 10) or 'none'}")
+    return ConfigError(f"{place} has no function {attribute}; {hint}")
 
 
 @contextlib.contextmanager

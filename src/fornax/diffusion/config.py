@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 
 from fornax.adapters import LoRA
 from fornax.config.errors import ConfigError
-from fornax.config.suggest import nearest
+from fornax.config.suggest import did_you_mean
 from fornax.diffusion.data import EncodedConfig, ImageData, ImagesConfig
 from fornax.diffusion.methods import Denoise, Method
 from fornax.diffusion.models.parts import Activation
@@ -199,11 +199,9 @@ class SampleConfig:
     def __post_init__(self) -> None:
         """Check names and numbers."""
         if self.sampler not in SAMPLERS:
-            near = nearest(self.sampler, SAMPLERS)
-            hint = f"did you mean {near}? " if near else ""
             raise ConfigError(
-                f"sample.sampler={self.sampler} is not known; {hint}use one of "
-                f"{', '.join(SAMPLERS)}"
+                f"sample.sampler={self.sampler} is not known; "
+                f"{did_you_mean(self.sampler, SAMPLERS)}"
             )
         for name in ("every", "count", "steps"):
             value = getattr(self, name)

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fornax.config.errors import ConfigError, DataError
-from fornax.config.suggest import first_few, nearest
+from fornax.config.suggest import did_you_mean, first_few
 from fornax.diffusion.models import Condition
 from fornax.models.scope import scoped
 
@@ -116,11 +116,10 @@ class Prompts:
     def _place(self, places: dict[str, int], word: str) -> int:
         found = places.get(word)
         if found is None:
-            near = nearest(word, self.known)
-            hint = f"did you mean {near!r}? It" if near else "it"
+            knows = f"it knows {first_few(self.known, 12)}"
             raise DataError(
-                f"{word!r} is in no caption that the model was trained on; {hint} knows "
-                f"{first_few(self.known, 12)}"
+                f"{word!r} is in no caption that the model was trained on; "
+                f"{did_you_mean(word, self.known, knows)}"
             )
         return found
 

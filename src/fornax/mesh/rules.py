@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fornax.config.errors import ShardingError
-from fornax.config.suggest import nearest
+from fornax.config.suggest import did_you_mean
 from fornax.mesh.capabilities import MESH_AXES
 
 __all__ = [
@@ -60,9 +60,7 @@ DEFAULT_RULES: Rules = {
 
 
 def _unknown(kind: str, name: str, allowed: Sequence[str]) -> ShardingError:
-    near = nearest(name, allowed)
-    hint = f"; did you mean {near!r}?" if near else ""
-    return ShardingError(f"{kind} {name!r} is not known; use one of {', '.join(allowed)}{hint}")
+    return ShardingError(f"{kind} {name!r} is not known; {did_you_mean(name, allowed)}")
 
 
 def merge_rules(rules: Rules, overrides: Rules) -> Rules:

@@ -13,12 +13,12 @@ Its transformation is given nested dicts of float32 arrays, whole parameters wit
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optax
 
-from fornax.config import ConfigError, nearest, user_errors
+from fornax.config import ConfigError, did_you_mean, user_errors
 
 __all__ = ["Factory", "TaskOptimizer", "call_factory"]
 
@@ -65,7 +65,9 @@ def call_factory(
         if key == "learning_rate":
             raise ConfigError(f"{name}: optim.learning_rate and optim.schedule give learning_rate")
         if key not in takes and not takes_any:
-            raise ConfigError(f"{name} takes no {key}{_nearest(key, takes)}")
+            keys = [each for each in takes if each not in ("learning_rate", "views")]
+            hint = did_you_mean(key, keys, f"it takes {', '.join(keys) or 'no keys'}")
+            raise ConfigError(f"{name} takes no {key}; {hint}")
     given = {key: value for key, value in offered.items() if key in takes and key not in options}
     for key in needed:
         if key not in given and key not in options and not (takes_any and key == "learning_rate"):
@@ -88,12 +90,6 @@ _WHY = {
     "learning_rate": "; it is called with the schedule, from updates to rate, as learning_rate",
     "mask": ", so optim.decay and optim.no_decay would be ignored; take `mask`, or drop them",
 }
-
-
-def _nearest(key: str, takes: Iterable[str]) -> str:
-    keys = [each for each in takes if each not in ("learning_rate", "views")]
-    guess = nearest(key, keys)
-    return f"; did you mean {guess}?" if guess else f"; it takes {', '.join(keys) or 'no keys'}"
 
 
 def _explained(

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from fornax.config.errors import ConfigError
-from fornax.config.suggest import nearest
+from fornax.config.suggest import did_you_mean
 from fornax.quant.gguf_schemes import GGUF_SCHEMES
 
 __all__ = ["GROUP_SIZES", "SCHEMES", "TRAINED", "Inputs", "Scheme", "scheme_named"]
@@ -285,6 +285,5 @@ def scheme_named(name: str, group_size: int | None = None) -> Scheme:
             return found
         return replace(found, group=group_size)
     there = f"use one of {', '.join(SCHEMES)}, or of a whole model {', '.join(GGUF_SCHEMES)} (GGUF)"
-    guess = nearest(name, [*SCHEMES, *GGUF_SCHEMES])
-    hint = f"did you mean {guess}? Otherwise {there}" if guess else there
+    hint = did_you_mean(name, [*SCHEMES, *GGUF_SCHEMES], there)
     raise ConfigError(f"there is no scheme {name!r}; {hint}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from fornax.config import load_module, load_object, nearest
+from fornax.config import did_you_mean, load_module, load_object, nearest
 from fornax.config.errors import ConfigError
 from fornax.rewards.spec import RewardSpec, Sample, Verdict
 from fornax.rewards.verifiers import BUILT_IN, build
@@ -87,12 +87,9 @@ def load_function(spec: RewardSpec) -> Function:
         raise ConfigError(f"{spec.function} takes no options; only built-in verifiers do")
     place, _, name = spec.function.rpartition(":")
     if not place or not name:
-        guess = nearest(spec.function, BUILT_IN)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(
-            f"{spec.function} is not a reward; {hint}name a function as FILE.py:NAME or one of "
-            f"{', '.join(BUILT_IN)}"
-        )
+        forms = f"name a function as FILE.py:NAME or one of {', '.join(BUILT_IN)}"
+        hint = did_you_mean(spec.function, BUILT_IN, forms)
+        raise ConfigError(f"{spec.function} is not a reward; {hint}")
     return _inspect(load_object(spec.function), load_module(place), spec.function)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from fornax.config import ServingCode, ServingError, nearest
+from fornax.config import ServingCode, ServingError, did_you_mean
 from fornax.serving.backend import Backend, BackendFactory
 from fornax.serving.backends import Backends
 from fornax.serving.config import HostConfig
@@ -157,8 +157,8 @@ class Host:
                     ServingCode.UNAVAILABLE,
                     "the server is starting and has not read its repository yet; try again",
                 )
-            guess = nearest(name, [*self._models, *self._others.backends])
-            hint = f"did you mean {guess}?" if guess else "GET /v2/repository/index lists all"
+            known = [*self._models, *self._others.backends]
+            hint = did_you_mean(name, known, "GET /v2/repository/index lists all")
             raise ServingError(
                 ServingCode.NOT_FOUND, f"the repository has no model {name!r}; {hint}"
             )
@@ -342,9 +342,9 @@ class Host:
 def _no_function(instance: Instance, function: str) -> ServingError:
     """The refusal of a function that a version does not have."""
     known = instance.servable.functions
-    guess = nearest(function, known)
+    hint = did_you_mean(function, known, f"it has {', '.join(known)}")
     return ServingError(
         ServingCode.NOT_FOUND,
         f"version {instance.version} of {instance.source.name} has no function {function!r}; "
-        f"{f'did you mean {guess}? ' if guess else ''}it has {', '.join(known)}",
+        f"{hint}",
     )

@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from fornax.cli.registry import commands, reads
-from fornax.config import ConfigError, json_schema, nearest
+from fornax.config import ConfigError, did_you_mean, json_schema
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,8 @@ def run(arguments: Arguments) -> int:
         return 0
     name = " ".join(arguments.command)
     if name not in known:
-        guess = nearest(name, known)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(f"{name} reads no config; {hint}These do: {', '.join(known)}")
+        readers = f"these do: {', '.join(known)}"
+        raise ConfigError(f"{name} reads no config; {did_you_mean(name, known, readers)}")
     text = json.dumps(json_schema(known[name][1]()), indent=1) + "\n"
     if arguments.out is None:
         print(text, end="")  # noqa: T201

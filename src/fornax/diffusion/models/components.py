@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from fornax.config.errors import ConfigError
-from fornax.config.suggest import nearest
+from fornax.config.suggest import did_you_mean
 from fornax.diffusion.models import autoencoders, files, text, transformer, unet
 from fornax.diffusion.models.files import Component
 
@@ -27,9 +27,7 @@ COMPONENTS: Mapping[str, Component] = {
 
 def _named(name: str) -> Component:
     if name not in COMPONENTS:
-        near = nearest(name, COMPONENTS)
-        hint = f"did you mean {near}? " if near else ""
-        raise ConfigError(f"{name} is not known; {hint}use one of {', '.join(sorted(COMPONENTS))}")
+        raise ConfigError(f"{name} is not known; {did_you_mean(name, sorted(COMPONENTS))}")
     return COMPONENTS[name]
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from fornax.checkpoint.safetensors_file import DTYPES, FLOATS, StoredTensor, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.files import replacing_folder
-from fornax.config.suggest import first_few, nearest
+from fornax.config.suggest import did_you_mean, first_few
 from fornax.diffusion.models.keys import Key, Tensor, parameters, plan
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
 
@@ -121,11 +121,10 @@ class Fields:
         """
         unknown = [key for key in self._values if key not in self._read]
         if unknown:
-            near = nearest(unknown[0], self._read)
-            hint = f"did you mean {near!r}? " if near else ""
+            known = f"known keys are {', '.join(sorted(self._read))}"
             raise ConfigError(
-                f"{self._where}: {', '.join(unknown)} is not known; {hint}known keys are "
-                f"{', '.join(sorted(self._read))}"
+                f"{self._where}: {', '.join(unknown)} is not known; "
+                f"{did_you_mean(unknown[0], self._read, known)}"
             )
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from scipy.optimize import nnls
 
-from fornax.config import nearest
+from fornax.config import did_you_mean
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.files import write_whole
 from fornax.diffusion.lora import ByRow
@@ -160,10 +160,8 @@ def parse_cache(said: str) -> tuple[CacheName, float]:
                 f"left out; {kind}:{usual[1]:g} is usual"
             )
         return kind, threshold
-    guess = nearest(name, THRESHOLDS)
-    hint = f"did you mean {guess}? Use" if guess else "use"
     raise ConfigError(
-        f"cache {said!r} is not known; {hint} one of {', '.join(THRESHOLDS)}, perhaps with a "
+        f"cache {said!r} is not known; {did_you_mean(name, THRESHOLDS)}, perhaps with a "
         "threshold, such as teacache:0.3"
     )
 

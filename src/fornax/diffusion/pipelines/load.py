@@ -9,7 +9,7 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
-from fornax.config import nearest
+from fornax.config import did_you_mean
 from fornax.config.errors import ConfigError
 from fornax.diffusion.config import takes
 from fornax.diffusion.load import is_diffusion_run, is_pipeline, open_tuned
@@ -138,11 +138,7 @@ def open_parts(
     parts = Parts(path, dtype, compute_dtype, denoiser)
     name = str(parts.index.get("_class_name"))
     if name not in PIPELINES:
-        guess = nearest(name, PIPELINES)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(
-            f"{path}: pipeline {name} is not known; {hint}use one of {', '.join(PIPELINES)}"
-        )
+        raise ConfigError(f"{path}: pipeline {name} is not known; {did_you_mean(name, PIPELINES)}")
     return parts
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from fornax.config import nearest
+from fornax.config import did_you_mean
 from fornax.config.errors import ConfigError
 from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.pipelines.pictures import resized, to_array, to_pixels
@@ -240,9 +240,7 @@ def _table(pipeline: Pipeline, sampler: str | None, schedule: Schedule) -> Table
     elif sampler in SAMPLERS:
         table = SAMPLERS[sampler](schedule)
     else:
-        guess = nearest(sampler, SAMPLERS)
-        hint = f"did you mean {guess}? Use" if guess else "use"
-        raise ConfigError(f"sampler {sampler!r} is not known; {hint} one of {', '.join(SAMPLERS)}")
+        raise ConfigError(f"sampler {sampler!r} is not known; {did_you_mean(sampler, SAMPLERS)}")
     if pipeline.prediction == "noise" and (table.points[:-1, 1] == 0).any():
         raise ConfigError(
             "this model predicts noise, and its schedule starts where there is nothing else (zero "

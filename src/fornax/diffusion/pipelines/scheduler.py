@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from fornax.config import nearest
+from fornax.config import did_you_mean
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion.objectives import BETAS, Betas, Chain, Objective
 from fornax.diffusion.predictions import Prediction
@@ -85,10 +85,8 @@ def read_scheduler(
         raise CheckpointError(f"{file} cannot be read ({reason}); copy it again") from None
     name = values.get("_class_name", "")
     if name not in _SAMPLERS:
-        guess = nearest(str(name), _SAMPLERS)
-        hint = f"did you mean {guess}? " if guess else ""
         raise ConfigError(
-            f"{file}: scheduler {name!r} is not known; {hint}use one of {', '.join(_SAMPLERS)}"
+            f"{file}: scheduler {name!r} is not known; {did_you_mean(str(name), _SAMPLERS)}"
         )
     if values.get("thresholding"):
         raise ConfigError(f"{file}: thresholding is not supported; set it to false")

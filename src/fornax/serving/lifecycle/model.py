@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from fornax.config import ServingCode, ServingError, nearest
+from fornax.config import ServingCode, ServingError, did_you_mean
 from fornax.serving.lifecycle.plan import Plan, Situation, choose
 from fornax.serving.lifecycle.shadow import Shadowing
 from fornax.serving.lifecycle.states import Failure, Instance, Source
@@ -212,12 +212,10 @@ class Model:
         if reason:
             return self._unavailable(f"version {version} of {self.name} is not ready", reason)
         served = sorted(key for key in self.routes if key)
-        guess = nearest(version, [key for key in served if not key.isdigit()])
-        hint = f"; did you mean {guess}?" if guess else ""
+        labels = [key for key in served if not key.isdigit()]
+        hint = did_you_mean(version, labels, f"it has {', '.join(served) or 'none'}")
         return ServingError(
-            ServingCode.NOT_FOUND,
-            f"{self.name} has no version {version!r} served{hint or '; '}"
-            f"{'' if hint else 'it has ' + (', '.join(served) or 'none')}",
+            ServingCode.NOT_FOUND, f"{self.name} has no version {version!r} served; {hint}"
         )
 
     def _may_come(self, version: int) -> bool:

@@ -8,7 +8,14 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
-from fornax.config import ConfigError, FornaxError, ServingCode, ServingError, from_yaml, nearest
+from fornax.config import (
+    ConfigError,
+    FornaxError,
+    ServingCode,
+    ServingError,
+    did_you_mean,
+    from_yaml,
+)
 from fornax.config.text import read_yaml
 from fornax.serving.repository.files import (
     inside,
@@ -154,11 +161,8 @@ def _parsed(
         return "bundle", from_yaml(ModelSettings, text, source=source), {}
     if kind not in types:
         known = ["bundle", *sorted(types)]
-        guess = nearest(str(kind), known)
-        hint = f"did you mean {guess}? " if guess else ""
-        raise ConfigError(
-            f"{source}: type={kind} is none; {hint}this server has {', '.join(known)}"
-        )
+        hint = did_you_mean(str(kind), known, f"this server has {', '.join(known)}")
+        raise ConfigError(f"{source}: type={kind} is none; {hint}")
     return kind, ModelSettings(), {key: each for key, each in value.items() if key != "type"}
 
 
