@@ -1,5 +1,6 @@
 """What a user may say about training a diffusion model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -27,11 +28,28 @@ __all__ = [
     "DiffusionConfig",
     "DiffusionTuneConfig",
     "EncodeConfig",
+    "Inputs",
     "PriorConfig",
     "RunConfig",
     "SampleConfig",
     "Transformer",
 ]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a network of the data receives."""
+
+    channels: int
+    """Of the examples."""
+    classes: int | None
+    """Labels, where captions are labels."""
+    pooled: int | None
+    """Width of the caption's vector."""
+    text: int | None
+    """Width of its words' states."""
+    videos: bool
+    """Whether examples are videos."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +79,15 @@ class DiT:
     """How a caption comes in: as one vector that modulates; its words besides, attended to; or its
     words besides in one sequence with the patches."""
 
-    def transformer(
-        self,
-        *,
-        channels: int,
-        classes: int | None,
-        pooled: int | None,
-        text: int | None,
-        videos: bool,
-    ) -> TransformerConfig:
-        """The whole config.
-
-        Args:
-          channels: of the examples.
-          classes: labels, where captions are labels.
-          pooled: width of the caption's vector.
-          text: width of its words' states.
-          videos: whether examples are videos.
-        """
+    def network(self, data: Inputs) -> TransformerConfig:
+        """The whole config."""
         words: Any = {}
-        if text is not None and self.text != "pooled":
-            words = {"text_width": text, "text": self.text}
+        if data.text is not None and self.text != "pooled":
+            words = {"text_width": data.text, "text": self.text}
         return DiTConfig(
-            channels=channels,
+            channels=data.channels,
             patch=self.patch,
-            frame_patch=self.frame_patch if videos else None,
+            frame_patch=self.frame_patch if data.videos else None,
             num_layers=self.num_layers,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -94,8 +96,8 @@ class DiT:
             activation=self.activation,
             positions=self.positions,
             qk_norm=self.qk_norm,
-            classes=classes,
-            pooled=pooled,
+            classes=data.classes,
+            pooled=data.pooled,
             **words,
         ).transformer()
 
@@ -107,33 +109,27 @@ class Transformer:
     type: Literal["transformer"] = "transformer"
     config: TransformerConfig
 
-    def transformer(
-        self,
-        *,
-        channels: int,
-        classes: int | None,
-        pooled: int | None,
-        text: int | None,
-        videos: bool,
-    ) -> TransformerConfig:
+    def network(self, data: Inputs) -> TransformerConfig:
         """The config, checked against the data.
 
         Raises:
           ConfigError: it is of other channels, classes or texts.
         """
-        del text, videos  # compared by `network_config` and `check_sizes`
         said = self.config
         found = {
-            "channels": (said.channels, channels),
-            "embedder.classes": (said.embedder.classes, classes),
+            "channels": (said.channels, data.channels),
+            "embedder.classes": (said.embedder.classes, data.classes),
         }
-        if pooled is not None and said.embedder.pooled is not None:
-            found["embedder.pooled"] = (said.embedder.pooled, pooled)
-        for name, (given, wanted) in found.items():
-            if given != wanted:
+        if data.pooled is not None and said.embedder.pooled is not None:
+            found["embedder.pooled"] = (said.embedder.pooled, data.pooled)
+        if said.text is not None:
+            if data.text is None:
                 raise ConfigError(
-                    f"model.config.{name} is {given}, and the data has {wanted}; set it to that"
+                    "model.config.text reads states of a text, and the data has none; set it to "
+                    "null, or text to words"
                 )
+            found["text.width"] = (said.text.width, data.text)
+        _compare(found)
         return said
 
 
@@ -144,31 +140,30 @@ class UNet:
     type: Literal["unet"] = "unet"
     config: UNetConfig
 
-    def transformer(
-        self,
-        *,
-        channels: int,
-        classes: int | None,
-        pooled: int | None,
-        text: int | None,
-        videos: bool,
-    ) -> UNetConfig:
+    def network(self, data: Inputs) -> UNetConfig:
         """The config, checked against the data; a text's vector is checked where it is used.
 
         Raises:
           ConfigError: it is of other channels or classes.
         """
-        del pooled, text, videos  # `check_sizes` compares the axes
         said = self.config
-        for name, given, wanted in (
-            ("in_channels", said.in_channels, channels),
-            ("classes", said.classes, classes),
-        ):
-            if given != wanted:
-                raise ConfigError(
-                    f"model.config.{name} is {given}, and the data has {wanted}; set it to that"
-                )
+        _compare(
+            {
+                "in_channels": (said.in_channels, data.channels),
+                "classes": (said.classes, data.classes),
+            }
+        )
         return said
+
+
+def _compare(found: Mapping[str, tuple[int | None, int | None]]) -> None:
+    """Refuse the first key that has another value than the data."""
+    for name, (given, wanted) in found.items():
+        if given != wanted:
+            has, to = ("none", "null") if wanted is None else (wanted, "that")
+            raise ConfigError(
+                f"model.config.{name} is {given}, and the data has {has}; set it to {to}"
+            )
 
 
 ModelConfig = DiT | Transformer | UNet

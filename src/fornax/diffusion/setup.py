@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from fornax.config import from_mapping, to_mapping
 from fornax.config.errors import CheckpointError, ConfigError, DataError
 from fornax.config.files import write_whole
-from fornax.diffusion.config import DiffusionConfig, takes
+from fornax.diffusion.config import DiffusionConfig, Inputs, takes
 from fornax.diffusion.cost import traced_flops
 from fornax.diffusion.data import EncodedConfig, Examples
 from fornax.diffusion.data.buckets import Size
@@ -135,24 +135,17 @@ def network_config(config: DiffusionConfig, facts: Facts) -> TransformerConfig |
     pooled = text = config.text.width if isinstance(config.text, WordsConfig) else None
     if isinstance(config.data, EncodedConfig):
         pooled, text = config.data.pooled_width, config.data.text_width
-    found = config.model.transformer(
-        channels=facts.channels,
-        classes=None if words or prompts is None else prompts.count,
-        pooled=pooled,
-        text=text,
-        videos=len(facts.usual) == 3,
+    found = config.model.network(
+        Inputs(
+            channels=facts.channels,
+            classes=None if words or prompts is None else prompts.count,
+            pooled=pooled,
+            text=text,
+            videos=len(facts.usual) == 3,
+        )
     )
     if isinstance(config.data, EncodedConfig):
         _check_read(config.data, found)
-    if isinstance(found, UNetConfig):
-        return found
-    if isinstance(config.data, EncodedConfig) and found.text is not None:
-        width = config.data.text_width
-        if found.text.width != width:
-            raise ConfigError(
-                f"model.config.text.width is {found.text.width}, and data.text_width is {width}; "
-                "set it to that"
-            )
     return found
 
 

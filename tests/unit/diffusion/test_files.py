@@ -161,7 +161,7 @@ def test_wrong_folders_are_refused_by_name(folder, stored, tmp_path):
         (folder / "config.json").write_text(json.dumps({"_class_name": "Net", **values}))
 
     config(layers=3, widht=9)
-    with pytest.raises(ConfigError, match=r"widht is not known; did you mean 'width'\?"):
+    with pytest.raises(ConfigError, match=r"widht is not known; did you mean width\?"):
         files.load(NET, folder)
     config()
     with pytest.raises(ConfigError, match="has no layers"):

@@ -53,8 +53,8 @@ def test_bad_sizes_are_named(changes, message):
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"embeds": ("fsdp",)}, "did you mean 'embed'"),
-        ({"embed": ("fsdpp",)}, "did you mean 'fsdp'"),
+        ({"embeds": ("fsdp",)}, "did you mean embed"),
+        ({"embed": ("fsdpp",)}, "did you mean fsdp"),
         ({"embed": ("fsdp", "fsdp")}, "twice"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_mesh_axis_divides_an_array_once():
 
 
 def test_unknown_logical_axis_is_an_error_with_the_nearest():
-    with pytest.raises(ShardingError, match=r"'head'.*did you mean 'heads'"):
+    with pytest.raises(ShardingError, match=r"'head'.*did you mean heads"):
         partition_spec(("head",), DEFAULT_RULES)
 
 
