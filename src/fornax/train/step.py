@@ -22,7 +22,14 @@ from fornax.train.guard import SkipConfig, judge
 from fornax.train.state import ModelParts, TrainState
 from fornax.train.task import Batch, Loss, Task
 
-__all__ = ["StepParts", "batch_shardings", "make_eval_step", "make_train_step", "sum_gradients"]
+__all__ = [
+    "StepParts",
+    "accepted",
+    "batch_shardings",
+    "make_eval_step",
+    "make_train_step",
+    "sum_gradients",
+]
 
 Metrics = dict[str, jax.Array]
 
@@ -142,10 +149,6 @@ def _update(
 ) -> tuple[Any, Any]:
     """New parameters and optimizer state, or the old ones.
 
-    A branch, because choosing element by element keeps old and new alive side by side: XLA then
-    copies every donated array (measured on a CPU with AdamW: the update took half as long again).
-    Not for TPUs, whose compiler chooses in the loop of the update: in a branch it lays arrays out
-    again, and pads some (a third of a modulation's kernel [3072, 6, 3072], copied there and back).
     The division is inside, so that it is fused into the update and its result is never stored.
     """
 
@@ -155,9 +158,26 @@ def _update(
             return parts.optim.update(means, state.optimizer, state.params, norm)
 
     kept = (state.params, state.optimizer)
-    if parts.mesh.devices.flat[0].platform == "tpu":
-        return jax.tree.map(lambda new, old: jnp.where(accept, new, old), make(), kept)
-    return jax.lax.cond(accept, make, lambda: kept)
+    return accepted(accept, make, kept, branch=parts.mesh.devices.flat[0].platform != "tpu")
+
+
+def accepted(accept: jax.Array, make: Callable[[], Any], kept: Any, *, branch: bool) -> Any:
+    """What `make` returns where a step is accepted, else what was kept, to the bit.
+
+    In a branch, because choosing element by element keeps old and new alive side by side: XLA then
+    copies every donated array (measured on a CPU with AdamW: the update took half as long again).
+    Not for TPUs, whose compiler chooses in the loop of the update: in a branch it lays arrays out
+    again, and pads some (a third of a modulation's kernel [3072, 6, 3072], copied there and back).
+
+    Args:
+      accept: bool [].
+      make: what is accepted, traced once.
+      kept: a tree of the same shapes and dtypes.
+      branch: whether nothing is computed where a step is not accepted.
+    """
+    if branch:
+        return jax.lax.cond(accept, make, lambda: kept)
+    return jax.tree.map(lambda new, old: jnp.where(accept, new, old), make(), kept)
 
 
 def sum_gradients(

@@ -19,6 +19,7 @@ from fornax.train.goodput import Ledger
 from fornax.train.guard import SkipConfig
 from fornax.train.session import Programs, first_state, prepare
 from fornax.train.state import as_tree
+from fornax.train.step import accepted
 from fornax.train.task import Loss, Task
 
 B, I, O = 16, 5, 3  # noqa: E741
@@ -166,6 +167,28 @@ def test_a_skipped_step_moves_on_and_leaves_everything_else(optimizer: Any):
     state, metrics = programs.step(state, rows(2))
     assert float(metrics["skipped"]) == 0
     assert int(state.updates) == 2
+
+
+@pytest.mark.parametrize("branch", [True, False], ids=["branch", "elements"])
+def test_a_rejected_update_is_kept_out_to_the_bit(branch: bool):
+    """On TPUs element by element: what is not finite there touches nothing."""
+    programs, state = begin(dataclasses.replace(BASE, optim=OptimConfig(optimizer=AdamW())))
+    optim, kept = programs.parts.optim, (state.params, state.optimizer)
+
+    @jax.jit
+    def choose(accept: jax.Array, scale: jax.Array) -> Any:
+        grads = jax.tree.map(lambda p: p * scale, state.params)
+        return accepted(accept, lambda: optim.update(grads, kept[1], kept[0]), kept, branch=branch)
+
+    for a, b in zip(
+        jax.tree.leaves(choose(jnp.array(False), jnp.float32(jnp.nan))),
+        jax.tree.leaves(kept),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+    new, _ = choose(jnp.array(True), jnp.float32(1))
+    moved = jax.tree.map(lambda a, b: bool((a != b).all()), new, state.params)
+    assert jax.tree.leaves(moved) == [False, True]  # the bias is zero, and so is its gradient
 
 
 def test_an_outlier_is_skipped_once_enough_norms_are_known():
