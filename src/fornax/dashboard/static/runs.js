@@ -96,7 +96,7 @@ export async function runsView(root, { values, signal, end, keys, connection }) 
         }));
     }
     const chosen = shownColumns(names);
-    count.textContent = state.filter ? `${rows.length} of ${held.size}` : `${held.size} runs`;
+    count.textContent = state.filter ? `${rows.length} of ${held.size}` : `${held.size} ${held.size === 1 ? "run" : "runs"}`;
     picked.textContent = state.selected.size ? `${state.selected.size} selected` : "";
     compare.textContent = state.selected.size > 1 ? `Compare ${state.selected.size}` : "Compare";
     compare.disabled = state.selected.size === 0;

@@ -244,7 +244,7 @@ function facts(each) {
     [
       "time",
       each.count
-        ? `${seconds(each.seconds)} in ${count(each.count)} runs, ${percent(each.share)} of all`
+        ? `${seconds(each.seconds)} in ${count(each.count)} ${each.count === 1 ? "run" : "runs"}, ${percent(each.share)} of all`
         : "did not run",
     ],
     [

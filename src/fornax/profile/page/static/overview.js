@@ -267,7 +267,7 @@ function expensive() {
           "div",
           { class: "amount" },
           h("b", {}, percent(each.share)),
-          h("span", { class: "soft" }, `${seconds(each.seconds)} in ${count(each.count)} runs`),
+          h("span", { class: "soft" }, `${seconds(each.seconds)} in ${count(each.count)} ${each.count === 1 ? "run" : "runs"}`),
         ),
         operationLinks(each, "operations"),
       ),
