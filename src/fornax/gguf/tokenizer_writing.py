@@ -5,7 +5,6 @@ that `pretokenizers` has is read back, and the first whose tokens of some texts 
 is taken. So what is written is known to be read as it was.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,15 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.errors import ConfigError
+from fornax.config.json_files import read_json_object
 from fornax.gguf.file import GGUFFile, Value
 from fornax.gguf.pretokenizers import PRE_TOKENIZERS
 from fornax.gguf.tokenizer import tokenizer_json
 
 __all__ = ["tokenizer_metadata"]
+
+_MISSING = "a GGUF file has its tokenizer in it: put the model's tokenizer.json into its directory"
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Types of tokens."""
@@ -49,9 +51,9 @@ def tokenizer_metadata(
       CheckpointError: no tokenizer.json, or a damaged one.
       ConfigError: a kind of tokenizer that a file cannot say, or one that would be read as another.
     """
-    spec = _read(folder / "tokenizer.json")
+    spec = read_json_object(folder / "tokenizer.json", _MISSING)
     beside = folder / "tokenizer_config.json"
-    options = _read(beside) if beside.exists() else {}
+    options = read_json_object(beside) if beside.exists() else {}
     model = spec.get("model") or {}
     if model.get("type") != "BPE":
         raise ConfigError(
@@ -91,21 +93,6 @@ def tokenizer_metadata(
         f"{folder / 'tokenizer.json'} gives other tokens than a GGUF file of it would{known}; take "
         "a scheme of compressed-tensors, such as w4a16"
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}); a GGUF file has its tokenizer in it: put "
-            "the model's tokenizer.json into its directory"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file} holds a {type(found).__name__}, not a mapping of keys")
-    return found
 
 
 def _tokens(

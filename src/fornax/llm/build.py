@@ -1,7 +1,6 @@
 """Builds an engine from a model directory, or from a model in memory."""
 
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import jax
 
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.hub import find_model
+from fornax.config.json_files import read_json_object
 from fornax.data import Tokenizer, has_tokenizer, load_tokenizer
 from fornax.llm.block_manager import BlockManager, PagePool
 from fornax.llm.config import DraftModel, EngineConfig, NGram
@@ -233,8 +233,4 @@ def _eos(
 def _read_json(folder: Path | None, name: str) -> dict[str, Any]:
     if folder is None or not (folder / name).is_file():
         return {}
-    try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{folder / name} is not JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
+    return read_json_object(folder / name)

@@ -1,6 +1,5 @@
 """Loading a Hugging Face directory or a GGUF file by tensors, each straight into its place."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from fornax.checkpoint.safetensors_file import DTYPES, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.json_files import read_json_object
 from fornax.config.suggest import first_few
 from fornax.gguf import is_gguf, open_gguf
 from fornax.mesh import DEFAULT_RULES, Rules, parse_dtype, tree_shardings
@@ -53,19 +53,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     if is_gguf(path):
         return gguf_config(open_gguf(path))
-    file = Path(path) / "config.json"
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}); give a directory with config.json and "
-            "safetensors files, or a GGUF file"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, not a mapping of keys")
-    return values
+    return read_json_object(
+        Path(path) / "config.json",
+        "give a directory with config.json and safetensors files, or a GGUF file",
+    )
 
 
 def stored_modules(path: str | Path) -> int:

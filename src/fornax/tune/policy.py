@@ -1,7 +1,6 @@
 """Where tuning starts: the model's config and tokenizer, and the model with its adapters."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from jax.sharding import Mesh
 from fornax import adapters
 from fornax.config.errors import ConfigError, DataError
 from fornax.config.hub import find_model, pinned
+from fornax.config.json_files import read_json_object
 from fornax.data import Tokenizer, load_tokenizer
 from fornax.llm.text import ChatTemplate, special_tokens
 from fornax.mesh import Rules
@@ -137,10 +137,7 @@ def _eos_ids(model: DecoderConfig, tokenizer: Tokenizer, path: Path) -> tuple[in
     file = path / "generation_config.json"
     more: object = None
     if file.is_file():
-        try:
-            more = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{file} is not a JSON mapping: {error}; fix or remove it") from error
+        more = read_json_object(file).get("eos_token_id")
     listed = more if isinstance(more, list) else [] if more is None else [more]
     return tuple(dict.fromkeys([*own, *model.eos_token_ids, *listed]))
 

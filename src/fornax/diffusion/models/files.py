@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from fornax.checkpoint.safetensors_file import DTYPES, FLOATS, StoredTensor, find_tensors
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.files import replacing_folder
+from fornax.config.json_files import read_json_object
 from fornax.config.suggest import did_you_mean, first_few
 from fornax.diffusion.models.keys import Key, Tensor, parameters, plan
 from fornax.mesh import DEFAULT_RULES, Rules, tree_shardings
@@ -134,19 +135,10 @@ def read_folder_config(folder: str | Path) -> dict[str, Any]:
     Raises:
       CheckpointError: there is none, or it is not a JSON object.
     """
-    file = Path(folder) / "config.json"
-    try:
-        values = json.loads(file.read_text())
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read ({error.strerror}); give a component's folder with config.json "
-            "and safetensors files"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}; copy it again") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} holds a {type(values).__name__}, not a mapping of keys")
-    return values
+    return read_json_object(
+        Path(folder) / "config.json",
+        "give a component's folder with config.json and safetensors files",
+    )
 
 
 def read_class(folder: str | Path) -> str:

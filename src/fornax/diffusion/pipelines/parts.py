@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.json_files import read_json_object
 from fornax.diffusion.models.components import load_component
 from fornax.diffusion.models.text import PromptTokenizer, load_prompt_tokenizer
 from fornax.diffusion.pipelines.scheduler import Scheduler, read_scheduler
@@ -54,14 +54,11 @@ class Parts:
         self._dtype, self._compute_dtype = dtype, compute_dtype
         self._denoiser = denoiser
         self.modules: dict[str, Any] = {}
-        file = self.folder / "model_index.json"
-        try:
-            self.index: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error}); give a folder that diffusers saved, with "
-                "model_index.json, or a run of fornax diffusion train"
-            ) from None
+        self.index = read_json_object(
+            self.folder / "model_index.json",
+            "give a folder that diffusers saved, with model_index.json, or a run of fornax "
+            "diffusion train",
+        )
 
     def has(self, name: str) -> bool:
         """Whether the pipeline has a component."""
@@ -157,12 +154,12 @@ class Parts:
         """
         file = self.at(name) / "preprocessor_config.json"
         whole = self.at(name) / "processor_config.json"
-        try:
-            if not file.exists() and whole.exists():
-                return dict(json.loads(whole.read_text(encoding="utf-8"))["image_processor"])
-            return dict(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}); copy it again") from None
+        if file.exists() or not whole.exists():
+            return read_json_object(file)
+        found = read_json_object(whole).get("image_processor")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{whole} says nothing of an image_processor; copy it again")
+        return found
 
     def length(self, name: str, default: int) -> int:
         """Tokens of a prompt that a tokenizer's config allows; `default` where it says none."""
@@ -176,10 +173,7 @@ class Parts:
     def _said(self, name: str, key: str) -> Any:
         """Of a tokenizer's config; None where it says nothing."""
         file = self.at(name) / "tokenizer_config.json"
-        try:
-            return json.loads(file.read_text(encoding="utf-8")).get(key)
-        except (OSError, ValueError, AttributeError):
-            return None
+        return read_json_object(file).get(key) if file.exists() else None
 
     @functools.cached_property
     def scheduler(self) -> Scheduler:

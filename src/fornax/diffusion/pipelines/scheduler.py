@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +9,8 @@ from typing import Any, cast
 import numpy as np
 
 from fornax.config import did_you_mean
-from fornax.config.errors import CheckpointError, ConfigError
+from fornax.config.errors import ConfigError
+from fornax.config.json_files import read_json_object
 from fornax.diffusion.objectives import BETAS, Betas, Chain, Objective
 from fornax.diffusion.predictions import Prediction
 from fornax.diffusion.samplers import SAMPLERS, Table, dpmpp, lcm, tcd, unipc
@@ -78,11 +78,7 @@ def read_scheduler(
       ConfigError: a class or a setting that is not known here.
     """
     file = Path(folder) / "scheduler_config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{file} cannot be read ({reason}); copy it again") from None
+    values = read_json_object(file)
     name = values.get("_class_name", "")
     if name not in _SAMPLERS:
         raise ConfigError(

@@ -1,6 +1,5 @@
 """Token ids of prompts: tokenizers of diffusers' folders, texts cut and padded to one length."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.config.json_files import read_json_object
 from fornax.data import load_tokenizer
 
 __all__ = ["PromptTokenizer", "load_prompt_tokenizer"]
@@ -164,12 +164,8 @@ def _settings(folder: Path) -> dict[str, str]:
         file = folder / name
         if not file.is_file():
             continue
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-            for key, value in values.items():
-                value = value.get("content") if isinstance(value, dict) else value
-                if key.endswith("_token") and isinstance(value, str):
-                    found[key] = value
-        except (ValueError, AttributeError) as error:
-            raise DataError(f"{file} is not a JSON object ({error}); download it again") from error
+        for key, value in read_json_object(file).items():
+            value = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(value, str):
+                found[key] = value
     return found
