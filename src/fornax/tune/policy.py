@@ -80,6 +80,7 @@ def read_origin(config: TuneConfig) -> Origin:
 
     Raises:
       ConfigError: when it is neither a run nor a Hugging Face directory, or has no tokenizer.
+      CheckpointError: a JSON file of the model cannot be read.
       DataError: when the tokenizer, or the template given, cannot be read or is too large.
     """
     of_model = read_model_origin(config, find_model(config.model))

@@ -84,7 +84,8 @@ def load_prompt_tokenizer(folder: str | Path) -> PromptTokenizer:
     Reads tokenizer.json, or CLIP's vocab.json and merges.txt.
 
     Raises:
-      DataError: neither is there, a file is damaged, or no token is for padding. T5's spiece.model
+      CheckpointError: a JSON file beside the vocabulary is damaged.
+      DataError: neither is there, it is damaged, or no token is for padding. T5's spiece.model
         alone is not read.
     """
     folder = Path(folder)
