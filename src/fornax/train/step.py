@@ -162,7 +162,7 @@ def _update(
 
 
 def accepted(accept: jax.Array, make: Callable[[], Any], kept: Any, *, branch: bool) -> Any:
-    """What `make` returns where a step is accepted, else what was kept, to the bit.
+    """What `make` returns where a step is accepted, else what was kept, bitwise identical.
 
     In a branch, because choosing element by element keeps old and new alive side by side: XLA then
     copies every donated array (measured on a CPU with AdamW: the update took half as long again).
