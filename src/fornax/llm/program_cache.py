@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 
 from fornax import kernels
+from fornax.config.host_memory import trim_heap
 from fornax.llm.stats import Readiness
 
 __all__ = ["ProgramCache"]
@@ -88,4 +89,7 @@ class ProgramCache:
             self._compiled[key] = program
             self._done += 1
             self._done_at = time.monotonic()
+            last = self._done == len(self._futures)
+        if last:
+            trim_heap()  # what the compiler leaves
         return program

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from fornax.config.host_memory import trim_heap
 
 __all__ = ["give_back_memory", "resident_bytes", "signals"]
 
@@ -40,12 +41,6 @@ def resident_bytes() -> int:
     return int(_STATM.read_text().split()[1]) * _PAGE
 
 
-def _trimmer() -> Callable[[], None] | None:
-    """glibc's malloc_trim; None where there is none."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return None if trim is None else lambda: trim(0)
-
-
 async def give_back_memory(answered: Callable[[], int | None], *, seconds: float = 5.0) -> None:
     """Until cancelled: give back, at an interval in seconds, what a burst of requests left with the
     C library's allocator, unless requests run.
@@ -58,16 +53,16 @@ async def give_back_memory(answered: Callable[[], int | None], *, seconds: float
       answered: how many requests have had their answer; none while one waits for it.
       seconds: between two looks.
     """
-    trim = _trimmer()
     lowest, before, asks = None, -1, 0
-    while trim is not None:
+    while True:
         await asyncio.sleep(seconds)
         if (now := answered()) is None:
             continue
         if now != before:
             before, asks = now, 2
         if asks and (lowest is None or resident_bytes() > lowest + _WORTH):
-            await asyncio.to_thread(trim)
+            if not await asyncio.to_thread(trim_heap):
+                return
             asks -= 1
             held = resident_bytes()
             lowest = held if lowest is None else min(lowest, held)
