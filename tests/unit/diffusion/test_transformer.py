@@ -178,7 +178,10 @@ def test_files_of_our_own_are_read_as_written(tmp_path):
     ("change", "message"),
     [
         ({"head_dim": 6}, "head_dim=6 is not a multiple of 4"),
-        ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_layers": 0}, "num_layers=0 must be 1 or more"),
+        ({"head_dim": 0}, "head_dim=0 must be 1 or more"),
+        ({"patch": 0}, "patch=0 must be 1 or more"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio=0 must be above 0"),
         ({"channels": 0}, "channels=0 must be at least 1"),
         ({"activation": "tanh"}, "activation 'tanh' is not known"),
         ({"positions": "sincos", "num_heads": 1, "head_dim": 6}, "not a multiple of 4"),
@@ -248,3 +251,7 @@ def test_wrong_samples_and_conditions_are_refused():
         module(X, TIME)
     with pytest.raises(FornaxError, match="does not take classes_B"):
         module(X, TIME, dataclasses.replace(given, classes_B=jnp.zeros(4, jnp.int32)))
+    width = given.text_BSD.shape[-1]
+    other = dataclasses.replace(given, text_BSD=given.text_BSD[..., :-1])
+    with pytest.raises(FornaxError, match=rf"text_BSD of width {width}, and they have {width - 1}"):
+        module(X, TIME, other)

@@ -120,6 +120,8 @@ def test_wrong_inputs_are_refused_by_name():
         traced(X, Condition())
     with pytest.raises(ConfigError, match="does not take classes_B"):
         traced(X, dataclasses.replace(CONDITION, classes_B=jnp.zeros(4, jnp.int32)))
+    with pytest.raises(ConfigError, match=r"reads text_BSD of width \d+, and they have 5"):
+        traced(X, dataclasses.replace(CONDITION, text_BSD=TEXT[..., :5]))
     with pytest.raises(ConfigError, match="5 channels and the condition's image 0"):
         traced(jnp.zeros((4, 8, 8, 5)), CONDITION)
     with pytest.raises(ConfigError, match="control has 2 residuals and the U-Net passes 4"):

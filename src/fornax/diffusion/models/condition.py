@@ -3,14 +3,14 @@
 Legend: B batch, S text tokens, D width of the text encoder's states, N numbers, X axes of an image.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import jax
 
 from fornax.config.errors import ConfigError
 
-__all__ = ["Condition", "require"]
+__all__ = ["Condition", "check_widths", "require"]
 
 
 @jax.tree_util.register_dataclass
@@ -79,3 +79,23 @@ def require(condition: Condition, takes: Sequence[str], needs: Sequence[str], wh
             f"{who} does not take {', '.join(ignored)}; it takes {', '.join(takes) or 'nothing'}: "
             "leave the others None"
         )
+
+
+def check_widths(condition: Condition, widths: Mapping[str, int | None], who: str) -> None:
+    """Check that states are of the encoders that a network was trained with.
+
+    Args:
+      condition: the condition.
+      widths: names of fields, and their last axis; None for a field that the network does not read.
+      who: the network, in words.
+
+    Raises:
+      ConfigError: a field of another width.
+    """
+    for name, width in widths.items():
+        given = getattr(condition, name)
+        if width is not None and given is not None and given.shape[-1] != width:
+            raise ConfigError(
+                f"{who} reads {name} of width {width}, and they have {given.shape[-1]}; take the "
+                "text and image encoders, or the states, of its own model"
+            )

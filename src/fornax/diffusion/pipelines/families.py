@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fornax.config.errors import ConfigError
-from fornax.diffusion.models.condition import Condition
+from fornax.diffusion.models.condition import Condition, check_widths
 from fornax.diffusion.pipelines.control import Controlled
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts, compiled, texts
@@ -189,11 +189,17 @@ def _stable_diffusion_3(parts: Parts) -> Pipeline:
 
     def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
         text_BSD, pooled_BD = clips(prompts)
+        if text_BSD.shape[-1] > width:
+            raise ConfigError(
+                f"{parts.folder}: the transformer reads states of width {width}, and those of the "
+                f"two CLIPs have {text_BSD.shape[-1]}; take the text encoders of its own model"
+            )
         text_BSD = jnp.pad(text_BSD, ((0, 0), (0, 0), (0, width - text_BSD.shape[-1])))
         if t5 is None:
             more_BSD = jnp.zeros((len(prompts), 256, width), text_BSD.dtype)
         else:
             more_BSD = t5(prompts).astype(text_BSD.dtype)
+            check_widths(Condition(text_BSD=more_BSD), {"text_BSD": width}, "the transformer")
         return Condition(text_BSD=jnp.concatenate([text_BSD, more_BSD], 1), pooled_BD=pooled_BD)
 
     patch = denoiser.config.patch[0]

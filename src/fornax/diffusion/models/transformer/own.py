@@ -1,5 +1,6 @@
 """Transformers of our own: a short config to train one from scratch, and files of any."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -69,9 +70,15 @@ class DiTConfig:
         """Check what the transformer's own config would name otherwise.
 
         Raises:
-          ConfigError: a head that rope cannot divide over the axes, added positions for videos, no
-            layer.
+          ConfigError: sizes that are not positive, a head that rope cannot divide over the axes,
+            added positions for videos.
         """
+        for name in ("num_layers", "num_heads", "head_dim", "patch", "frame_patch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be 1 or more")
+        if not 0 < self.mlp_ratio < math.inf:
+            raise ConfigError(f"mlp_ratio={self.mlp_ratio:g} must be above 0; 4 is usual")
         turns = self.positions == "rope" and self.head_dim % 2 == 0 and self.head_dim >= 6
         if self.frame_patch is not None and not turns:
             raise ConfigError(
@@ -84,8 +91,6 @@ class DiTConfig:
                 f"head_dim={self.head_dim} is not a multiple of 4, and rotary embeddings of rows "
                 "and columns need pairs of both; use a multiple of 4, or positions 'sincos'"
             )
-        if self.num_layers < 1:
-            raise ConfigError(f"num_layers={self.num_layers} must be at least 1")
 
     def transformer(self) -> TransformerConfig:
         """The transformer."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fornax.config.errors import ConfigError
-from fornax.diffusion.models.condition import Condition, require
+from fornax.diffusion.models.condition import Condition, check_widths, require
 from fornax.diffusion.models.parts import Dense, Make, constrain_tokens
 from fornax.diffusion.models.transformer.attention import Rope
 from fornax.diffusion.models.transformer.blocks import (
@@ -218,7 +218,15 @@ class Transformer(nnx.Module):
         }
         names = [name for name, taken in takes.items() if taken]
         needs = [name for name in names if name not in _OPTIONAL]
-        require(condition, names, needs, f"this transformer ({config.class_name})")
+        who = f"this transformer ({config.class_name})"
+        require(condition, names, needs, who)
+        states = None if config.text is None else config.text.width
+        widths = {
+            "text_BSD": states,
+            "text2_BSD": config.image_states,
+            "pooled_BD": embedder.pooled,
+        }
+        check_widths(condition, widths, who)
         for each in (x_BX, *(condition.references or ())):
             self._check_sizes(each)
         beside = 0 if condition.image_BX is None else condition.image_BX.shape[-1]

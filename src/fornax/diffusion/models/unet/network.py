@@ -11,7 +11,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from fornax.config.errors import ConfigError
-from fornax.diffusion.models.condition import Condition, require
+from fornax.diffusion.models.condition import Condition, check_widths, require
 from fornax.diffusion.models.image_blocks import on_image
 from fornax.diffusion.models.parts import ACTIVATIONS, Conv, Dense, GroupNorm, Make
 from fornax.diffusion.models.unet.config import UNetConfig
@@ -88,6 +88,7 @@ class UNet(nnx.Module):
         takes = (*needs, "image_BX", "control")
         takes = (*takes, "text_mask_BS") if self.config.takes_text else takes
         require(condition, takes, needs, "a U-Net of this config")
+        check_widths(condition, _widths(self.config), "a U-Net of this config")
         dtype = x_BHWC.dtype
         x_BHWC = _join_image(x_BHWC, condition.image_BX, self.config)
         x_BHWC, given = start(self, self.config, x_BHWC, time_B, condition)
@@ -122,6 +123,16 @@ def conditions(config: UNetConfig) -> tuple[str, ...]:
         "sizes_BN": config.size_dim is not None,
     }
     return tuple(name for name, needed in needs.items() if needed)
+
+
+def _widths(config: UNetConfig) -> dict[str, int | None]:
+    """Of states and pooled text, where all levels attend to one width."""
+    text = config.text_input_dim or max(config.text_dims)
+    sizes = 6 * (config.size_dim or 0)
+    return {
+        "text_BSD": text if config.takes_text and len(set(config.text_dims)) == 1 else None,
+        "pooled_BD": None if config.projection_dim is None else config.projection_dim - sizes,
+    }
 
 
 def text_projection(config: UNetConfig, make: Make) -> Dense | None:
