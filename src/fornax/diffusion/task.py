@@ -184,7 +184,7 @@ ObjectiveOf = Callable[[tuple[int, ...]], Objective]
 
 def check_sizes(sizes: Sequence[Size], whole: TransformerConfig | UNetConfig) -> None:
     """Refuse examples of other axes than the network's, and such that a transformer's patches do
-    not divide, before anything is compiled.
+    not divide, or its table of positions does not cover, before anything is compiled.
 
     Raises:
       ConfigError: with the first such size.
@@ -205,6 +205,13 @@ def check_sizes(sizes: Sequence[Size], whole: TransformerConfig | UNetConfig) ->
                 f"examples of {' x '.join(map(str, size))} do not divide into patches of "
                 f"{' x '.join(map(str, patch))}; set model.patch to divisors, or "
                 "data.multiple (of frames data.frames) to multiples of the patch"
+            )
+        stored = getattr(getattr(whole, "positions", None), "stored", None)
+        if stored is not None and max(n // p for n, p in zip(size, patch, strict=True)) > stored:
+            raise ConfigError(
+                f"examples of {' x '.join(map(str, size))} have more patches of "
+                f"{' x '.join(map(str, patch))} along a side than the {stored} of the network's "
+                "table of positions; lower data.resolution or data.max_aspect"
             )
 
 

@@ -160,8 +160,11 @@ class _Base:
         if (frames is None) == bool(count):
             check_sizes([size], self.network.denoiser.config)  # which says so
         self.pipeline.check_size((height, width))
-        place = (height // self.factor, width // self.factor)
-        return place if frames is None else (frames.latent(count[0]), *place)
+        place: Size = (height // self.factor, width // self.factor)
+        if frames is not None:
+            place = (frames.latent(count[0]), *place)
+        check_sizes([place], self.network.denoiser.config)
+        return place
 
 
 def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
