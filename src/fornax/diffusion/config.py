@@ -1,5 +1,6 @@
 """What a user may say about training a diffusion model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -202,8 +203,14 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"sample.{name}={value} must be 1 or more")
+        if not 0 <= self.guidance <= 100:
+            raise ConfigError(
+                f"sample.guidance={self.guidance:g} must be from 0 to 100; 1 means no guidance"
+            )
         if not 0 <= self.rescale <= 1:
             raise ConfigError(f"sample.rescale={self.rescale:g} is a share, in [0, 1]")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"sample.seed={self.seed} must lie in [0, 2**32)")
 
 
 def _optim() -> OptimConfig:
@@ -304,6 +311,18 @@ class EncodeConfig:
     guidance: float | None = None
     """The guidance passed in training to a network that takes it (Flux-dev); null is 1."""
 
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        if self.tile is not None and self.tile < 1:
+            raise ConfigError(
+                f"encode.tile={self.tile} must be 1 or more pixels, such as 512; null encodes the "
+                "whole"
+            )
+        if self.guidance is not None and not 0 <= self.guidance <= 100:
+            raise ConfigError(
+                f"encode.guidance={self.guidance:g} must be from 0 to 100; null passes 1"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PriorConfig:
@@ -325,9 +344,10 @@ class PriorConfig:
                 f"prior.path={self.path!r}, prior.prompt={self.prompt!r}; name a folder of images "
                 "and what is in them"
             )
-        if self.weight <= 0:
+        if not 0 < self.weight < math.inf:
             raise ConfigError(
-                f"prior.weight={self.weight:g} must be above 0; leave prior null for none"
+                f"prior.weight={self.weight:g} must be above 0 and finite; leave prior null for "
+                "none"
             )
 
 

@@ -10,6 +10,7 @@ velocity's) and converted to the network's. With err the data's error, the noise
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -172,11 +173,14 @@ class Objective:
 
     def __post_init__(self) -> None:
         self._check_chain()
-        if self.shift <= 0 or self.deviation <= 0 or self.gamma <= 0 or self.sigma_data <= 0:
+        scales = (self.shift, self.deviation, self.gamma, self.sigma_data)
+        if not all(0 < scale < math.inf for scale in scales):
             raise ConfigError(
                 f"shift={self.shift:g}, deviation={self.deviation:g}, gamma={self.gamma:g}, "
-                f"sigma_data={self.sigma_data:g}; each must be above 0"
+                f"sigma_data={self.sigma_data:g}; each must be above 0 and finite"
             )
+        if not (math.isfinite(self.mean) and math.isfinite(self.bias)):
+            raise ConfigError(f"mean={self.mean:g}, bias={self.bias:g}; both must be finite")
         if "edm" in (self.prediction, self.weight) and self.path != "edm":
             raise ConfigError(
                 f"prediction={self.prediction!r} and weight={self.weight!r} on path={self.path!r}; "

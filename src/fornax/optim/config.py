@@ -1,5 +1,6 @@
 """What a user may say about optimization: optimizers, clipping, groups, averages."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -492,6 +493,8 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         _positive(learning_rate=self.learning_rate, accumulate=self.accumulate)
+        if self.learning_rate == math.inf:
+            raise ConfigError("learning_rate=inf must be finite; 1e-5 to 1e-2 is usual")
         if self.lookahead is not None and self.ema is not None:
             raise ConfigError(
                 "lookahead and ema both claim the parameters to evaluate; keep one of them"

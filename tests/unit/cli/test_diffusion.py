@@ -18,6 +18,8 @@ def test_data_names_a_folder_of_images(words, capsys) -> None:
     assert config["data"]["path"] == "photos"
     assert config["model"]["patch"] == 4
     assert with_images(["--data.type", "letters"]) == ["--data.type", "letters"]
+    kind = ["--data.type=encoded"]
+    assert with_images([*kind, *words])[:2] == [*kind, words[0].replace("--data", "--data.path")]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +30,15 @@ def test_data_names_a_folder_of_images(words, capsys) -> None:
         ("tune", ["--lora.rank", "4"], "model is empty"),
         ("tune", ["--model", "none", "--lora.rank", "0"], "adapts nothing"),
         ("train", ["--data", "none"], "does not exist"),
+        ("train", ["--data", "none", "--sample.guidance", "inf"], "from 0 to 100"),
+        ("train", ["--data", "none", "--sample.seed", "-1"], "sample.seed=-1 must lie in"),
+        ("train", ["--data", "none", "--objective.shift", "inf"], "shift=inf"),
+        ("train", ["--data", "none", "--objective.bias", "inf"], "bias=inf; both must be finite"),
+        ("train", ["--data", "none", "--optim.learning-rate", "inf"], "rate=inf must be finite"),
+        ("train", ["--data.type", "letters", "--data.seed", "-1"], "seed=-1 must be 0 or more"),
+        ("tune", ["--model", "none", "--encode.tile", "0"], "encode.tile=0 must be 1 or more"),
+        ("tune", ["--model", "none", "--encode.guidance", "-1"], "encode.guidance=-1 must be"),
+        ("tune", ["--data", "none", "--data.type", "encoded"], "lacks data.shape"),
     ],
 )
 def test_what_is_missing_is_said(command, flags, said, capsys, tmp_path: Path, monkeypatch) -> None:

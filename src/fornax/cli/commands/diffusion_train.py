@@ -51,12 +51,14 @@ def run(arguments: Arguments, overrides: Sequence[str]) -> int:
 
 
 def with_images(words: Sequence[str]) -> list[str]:
-    """The words with `--data DIR` as the keys that it stands for."""
+    """The words with `--data DIR` as the keys that it stands for: images, or the `--data.type` that
+    is given."""
+    kind = [] if any(w.partition("=")[0] == "--data.type" for w in words) else ["images"]
     found = []
     for word in words:
         flag, equals, value = word.partition("=")
         if flag == "--data":
-            found += ["--data.type=images", f"--data.path{equals}{value}"]
+            found += [*(f"--data.type={name}" for name in kind), f"--data.path{equals}{value}"]
         else:
             found.append(word)
     return found

@@ -29,6 +29,8 @@ class LettersConfig:
         """Check the numbers."""
         if self.count < 1 or self.holdout < 1:
             raise ConfigError(f"count={self.count}, holdout={self.holdout}; both must be 1 or more")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed} must be 0 or more")
         if self.size and self.size < 8:
             raise ConfigError(
                 f"size={self.size}; letters are legible from 8 pixels on; 0 takes the usual"
@@ -150,6 +152,8 @@ class EncodedConfig:
                 raise ConfigError(f"data.{name}={value} must be 1 or more")
         if self.holdout < 0:
             raise ConfigError(f"data.holdout={self.holdout} must be 0 or more")
+        if self.guidance is not None and not 0 <= self.guidance <= 100:
+            raise ConfigError(f"data.guidance={self.guidance:g} must be from 0 to 100")
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:
