@@ -182,6 +182,8 @@ def test_captions_of_other_editors_are_read(tmp_path: Path) -> None:
         (lambda d: (d / "2.txt").write_bytes(b"\xff\xfe\x00"), {}, "2.txt.*save it as UTF-8"),
         (_caption_by_table(b'{"file_name": "2.png", "text": "caf\xe9"}'), {}, "jsonl.*as UTF-8"),
         (_caption_by_table(b'{"file_name": "2.png", "te'), {}, "jsonl:1 is not JSON.*write it"),
+        (lambda d: (d / "a.heic").write_bytes(b"x"), {}, "would not be read: .*a.heic; convert"),
+        (lambda d: (d / "a.mp4").write_bytes(b"x"), {}, "a.mp4; .* set data.frames for videos"),
         (lambda d: None, {"resolution": 128}, "smaller than their bucket.*data.upscale"),
     ],
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fornax.config.errors import ConfigError, DataError
+from fornax.config.suggest import first_few
 from fornax.diffusion.data.config import ImagesConfig
 from fornax.diffusion.data.videos import VIDEO_ENDINGS
 
@@ -19,6 +20,9 @@ __all__ = ["ENDINGS", "Store", "open_store"]
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm")
 """Files that are images, by the end of their names in lower case."""
+
+_OTHERS = (".avif", ".heic", ".heif", ".jxl", ".avi", ".flv", ".mpeg", ".mpg", ".wmv")
+"""Images and videos that are not read."""
 
 
 def _endings(config: ImagesConfig) -> tuple[str, ...]:
@@ -70,6 +74,8 @@ def open_store(config: ImagesConfig) -> Store:
     for endings, store in kinds:
         found = [file for file in files if file.name.lower().endswith(endings)]
         if found:
+            if store is _Folder:
+                _check_unread(files, config)
             return store(found, path, config)
     packed = next((f for f in files if f.name.endswith((".tar.gz", ".tgz", ".tar.zst"))), None)
     if packed is not None:
@@ -86,6 +92,22 @@ def open_store(config: ImagesConfig) -> Store:
         f"{path} holds no image ({', '.join(_endings(config))}), .parquet or .tar file; name "
         "another folder"
     )
+
+
+def _check_unread(files: Sequence[Path], config: ImagesConfig) -> None:
+    """Refuse images and videos that would be passed over beside those that are read.
+
+    Raises:
+      DataError: with the first of them.
+    """
+    videos = () if config.frames else VIDEO_ENDINGS
+    unread = [str(file) for file in files if file.name.lower().endswith((*_OTHERS, *videos))]
+    if unread:
+        more = "" if config.frames else ", set data.frames for videos"
+        raise DataError(
+            f"{len(unread)} files beside the images would not be read: {first_few(unread)}; "
+            f"convert them to {', '.join(_endings(config))}{more}, or move them away"
+        )
 
 
 def _listed(folder: Path) -> list[Path]:
