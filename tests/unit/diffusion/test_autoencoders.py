@@ -64,8 +64,11 @@ def test_tiles_of_a_local_function_blend_into_the_whole():
     run = jax.jit(lambda x: tiled(lambda tile: 2 * tile + 1, x, Tiling(size=8), side=8, out=8))
     found = run(x)
     np.testing.assert_allclose(found, 2 * x + 1, atol=1e-6)
-    with pytest.raises(ConfigError, match="use larger tiles"):
+    with pytest.raises(ConfigError, match=r"size=2 .* use a size of 8"):
         tiled(lambda tile: tile, x, Tiling(size=2), side=2, out=0)
+    for size, fits in ((100, 96), (40, 64)):  # one is no multiple of 8, a quarter of one is none
+        with pytest.raises(ConfigError, match=f"not the same pixels; use a size of {fits}"):
+            tiled(lambda tile: tile, x, Tiling(size=size), side=size, out=size // 8)
     with pytest.raises(ConfigError, match="less than 1"):
         Tiling(overlap=1.0)
 

@@ -57,13 +57,19 @@ def tiled(
       out: of a tile in the result's places.
 
     Raises:
-      ConfigError: tiles too small for their overlap.
+      ConfigError: tiles that do not begin at the same places on both sides.
     """
     step, blend = int(side * (1 - tiling.overlap)), int(out * tiling.overlap)
-    if min(side, out, step) < 1:
+    least, most = sorted((side, out))
+    if least < 1 or step < 1 or most % least or step * out != (out - blend) * side:
+        least = max(1, least)
+        whole = (n for n in range(least, 64 * least) if (n * tiling.overlap).is_integer())
+        size = next((n * (most // least) for n in whole), None)
         raise ConfigError(
             f"a tile of size={tiling.size} with overlap={tiling.overlap} is {side} places on one "
-            f"side of the autoencoder and {out} on the other, in steps of {step}; use larger tiles"
+            f"side of the autoencoder and {out} on the other, and the next one begins {step} and "
+            f"{out - blend} behind it, which are not the same pixels; "
+            + (f"use a size of {size}" if size else "use another overlap, such as 0.25")
         )
     height, width = x_BHWC.shape[1:3]
     above: list[jax.Array] = []
