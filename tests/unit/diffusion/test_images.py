@@ -1,5 +1,6 @@
 """Images with captions from folders, Parquet and tar files; buckets; batches on any hosts."""
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -229,6 +230,8 @@ def test_the_held_out_images_are_others(tmp_path: Path) -> None:
     assert len(captions["eval"]) == 2
     assert not captions["eval"] & captions["train"]
     assert len(captions["eval"] | captions["train"]) == len(SIZES)
+    with pytest.raises(DataError, match=r"holdout=0\.99 of 6 images leaves none to train on"):
+        open_examples(dataclasses.replace(config, holdout=0.99), "train")
     letters = LettersConfig(count=10, holdout=3)
     assert len(open_examples(letters, "eval").bucket) == 3
 

@@ -313,6 +313,10 @@ def _split(count: int, holdout: float, split: str, what: str) -> list[int]:
             f"data.holdout={holdout:g} of {count} {what} leaves none for evaluation; raise it, or "
             "leave eval.every out"
         )
+    if split == "train" and held == count:
+        raise DataError(
+            f"data.holdout={holdout:g} of {count} {what} leaves none to train on; lower it"
+        )
     places = permuted(np.arange(count), count, 0) if held else np.arange(count)
     return sorted((places[held:] if split == "train" else places[:held]).tolist())
 
