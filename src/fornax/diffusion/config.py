@@ -249,21 +249,6 @@ class RunConfig(TrainerConfig):
             raise ConfigError(
                 f"caption_dropout={self.caption_dropout:g} is a share, in [0, 1]; 0.1 is usual"
             )
-        self._check_guidance()
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the network is conditioned on captions."""
-        return True
-
-    def _check_guidance(self) -> None:
-        if self.sample.guidance == 1 or (self.has_text and self.caption_dropout > 0):
-            return
-        why = "caption_dropout is 0" if self.has_text else "text is null"
-        raise ConfigError(
-            f"sample.guidance={self.sample.guidance:g} compares with the empty caption, and {why}; "
-            "set sample.guidance to 1" + (", or raise caption_dropout" if self.has_text else "")
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,6 +265,7 @@ class DiffusionConfig(RunConfig):
     def __post_init__(self) -> None:
         """Check numbers and combinations."""
         super().__post_init__()
+        self._check_guidance()
         if isinstance(self.data, EncodedConfig) and (self.text or self.sample.every is not None):
             raise ConfigError(
                 "data.type=encoded has texts and latents that were encoded before, and there is no "
@@ -291,6 +277,17 @@ class DiffusionConfig(RunConfig):
     def has_text(self) -> bool:
         """Whether the network is conditioned on captions."""
         return self.text is not None
+
+    def _check_guidance(self) -> None:
+        """Refuse guidance by an empty caption that is never trained on; a model that is tuned
+        knows it from before."""
+        if self.sample.guidance == 1 or (self.has_text and self.caption_dropout > 0):
+            return
+        why = "caption_dropout is 0" if self.has_text else "text is null"
+        raise ConfigError(
+            f"sample.guidance={self.sample.guidance:g} compares with the empty caption, and {why}; "
+            "set sample.guidance to 1" + (", or raise caption_dropout" if self.has_text else "")
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

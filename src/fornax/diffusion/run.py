@@ -98,7 +98,10 @@ def tuning_images(config: DiffusionTuneConfig, split: str) -> Examples:
         return found
     assert isinstance(config.data, ImagesConfig), "checked by the config"
     said = replace(config.data, path=config.prior.path, prompt=config.prior.prompt, holdout=0.0)
-    return WithPrior(found, open_examples(said, "train"), config.prior.weight)
+    try:
+        return WithPrior(found, open_examples(said, "train"), config.prior.weight)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"the images of prior.path={config.prior.path}: {error}") from error
 
 
 def tuning_task(

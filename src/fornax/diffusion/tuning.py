@@ -159,7 +159,12 @@ class _Base:
         frames = self.pipeline.frames
         if (frames is None) == bool(count):
             check_sizes([size], self.network.denoiser.config)  # which says so
-        self.pipeline.check_size((height, width))
+        try:
+            self.pipeline.check_size((height, width))
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}: set data.resolution, data.multiple and data.max_aspect accordingly"
+            ) from error
         place: Size = (height // self.factor, width // self.factor)
         if frames is not None:
             place = (frames.latent(count[0]), *place)

@@ -30,6 +30,7 @@ def test_data_names_a_folder_of_images(words, capsys) -> None:
         ("tune", ["--lora.rank", "4"], "model is empty"),
         ("tune", ["--model", "none", "--lora.rank", "0"], "adapts nothing"),
         ("train", ["--data", "none"], "does not exist"),
+        ("tune", ["--data", "none", "--caption-dropout", "0"], "model is empty"),
         ("train", ["--data", "none", "--sample.guidance", "inf"], "from 0 to 100"),
         ("train", ["--data", "none", "--sample.seed", "-1"], "sample.seed=-1 must lie in"),
         ("train", ["--data", "none", "--objective.shift", "inf"], "shift=inf"),

@@ -40,6 +40,7 @@ from fornax.diffusion.objectives import Chain, Objective
 from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_adapters
 from fornax.diffusion.pipelines.clips import encode_video
 from fornax.diffusion.pipelines.one_frame import of_images
+from fornax.diffusion.run import tuning_images
 from fornax.diffusion.tuning import tune
 from fornax.optim import Constant, OptimConfig
 
@@ -325,7 +326,7 @@ def test_images_that_do_not_fit_a_folder_are_refused(sd, photos, tmp_path):
     with pytest.raises(DataError, match="draws images of 3 channels"):
         tune(config_of(sd, photos, data=grey), tmp_path / "grey", progress="none")
     odd = ImagesConfig(path=str(photos), resolution=15, multiple=5, max_aspect=1)
-    with pytest.raises(ConfigError, match="must be multiples of 2"):
+    with pytest.raises(ConfigError, match=r"must be multiples of 2.*set data\.resolution"):
         tune(config_of(sd, photos, data=odd), tmp_path / "odd", progress="none")
 
 
@@ -390,6 +391,10 @@ def test_a_prior_has_an_equal_share_and_its_own_weight(photos, tmp_path):
     image, caption = both.get(20)
     assert caption == "a fox"
     assert image.shape == (16, 16, 3)
+    nowhere = dataclasses.replace(said, path=str(tmp_path / "none"))
+    config = DiffusionTuneConfig(data=subject, prior=nowhere)
+    with pytest.raises(ConfigError, match=r"images of prior\.path=.*does not exist"):
+        tuning_images(config, "train")
 
 
 def test_a_frame_says_what_was_cut_out_of_an_image(photos):
