@@ -9,10 +9,11 @@ import peft
 import pytest
 import torch
 from flax import nnx
+from safetensors.numpy import save_file
 from tests.parity.diffusion_models import channels_first, check_output, folder_of, randomized, run
 
 from fornax.adapters import LoRA, LoRAParam, attach
-from fornax.diffusion.lora import merge_lora, read_lora, save_lora
+from fornax.diffusion.lora import files, merge_lora, read_lora, save_lora
 from fornax.diffusion.models import Condition, load_component
 
 pytestmark = pytest.mark.parity
@@ -155,3 +156,54 @@ def test_adapters_of_diffusers_are_read_with_their_alphas(tmp_path: Path) -> Non
     theirs.disable_adapters()
     assert (outputs(ours, theirs, x, text)[1] - want).abs().max() > 0.05 * want.abs().max()
     check_output(found, want)
+
+
+XL = {
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "block_out_channels": (8, 16, 32),
+    "norm_num_groups": 4,
+    "cross_attention_dim": 24,
+    "attention_head_dim": (1, 2, 4),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": (1, 1, 2),
+    "use_linear_projection": True,
+}
+"""Levels as SDXL's, of which `input_blocks_4` is the first with attention."""
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(False, marks=pytest.mark.exhaustive, id="diffusers"),
+        pytest.param(True, marks=pytest.mark.slow, id="original"),
+    ],
+)
+def test_names_of_kohya_are_read_as_diffusers_converts_them(original: bool, tmp_path: Path) -> None:
+    """Names of diffusers' blocks for SD 1.x, of the original code's for SDXL, with alphas."""
+    theirs = diffusers.UNet2DConditionModel(**XL)
+    ours = load_component(folder_of(theirs, tmp_path / "model"))
+    config, tensors = ours.config, {}
+    for flat, name in (files._flat_original if original else files._flat)(config).items():
+        if not name.endswith(("to_q", "to_out.0", "ff.net.0.proj", "proj_in")):
+            continue
+        outputs, inputs = theirs.get_submodule(name).weight.shape
+        tensors[f"lora_unet_{flat}.lora_down.weight"] = normal(3, inputs)
+        tensors[f"lora_unet_{flat}.lora_up.weight"] = normal(outputs, 3)
+        tensors[f"lora_unet_{flat}.alpha"] = np.asarray(1.5, np.float32)
+    assert any("lora_unet_input_blocks_4_1_proj_in." in name for name in tensors) == original
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    state, alphas = diffusers.StableDiffusionXLPipeline.lora_state_dict(
+        str(tmp_path / "kohya.safetensors"), unet_config=theirs.config
+    )
+    theirs.load_lora_adapter(state, network_alphas=alphas, prefix="unet")
+    found = read_lora(tmp_path / "kohya.safetensors", ours, "unet")
+    theirs.fuse_lora()
+    theirs.unload_lora()
+    merge_lora(ours, found)
+    folder_of(theirs, tmp_path / "fused")
+    want = load_component(tmp_path / "fused")
+    for one, other in zip(
+        jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(want)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-5)

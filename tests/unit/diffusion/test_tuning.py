@@ -447,7 +447,8 @@ def test_files_of_adapters_that_are_refused(sd, tmp_path):
         return str(error.value)
 
     a, b = np.zeros((2, 16), np.float32), np.zeros((16, 2), np.float32)
-    assert "save_lora_weights" in said(lora_unet_down=a)
+    assert "save_lora_weights" in said(**{"lora_unet_double_blocks_0_qkv.lora_down.weight": a})
+    assert "of that alone" in said(**{"lora_te_q_proj.lora_down.weight": a})
     assert "of that alone" in said(**{"text_encoder.q.lora_A.weight": a})
     assert "near it is" in said(**{f"{module}x.lora_A.weight": a, f"{module}x.lora_B.weight": b})
     assert "A and B are needed" in said(**{f"{module}.lora_A.weight": a})

@@ -31,6 +31,8 @@ from fornax.config.files import replacing_folder
 from fornax.config.suggest import first_few, similar
 from fornax.diffusion.models.components import COMPONENTS
 from fornax.diffusion.models.keys import Slot, Tensor, plan
+from fornax.diffusion.models.original import original_unet_keys
+from fornax.diffusion.models.unet import UNetConfig
 from fornax.models.kernel_layout import layout_of
 
 __all__ = ["LORA_FILE", "Adapter", "merge_lora", "read_lora", "save_lora"]
@@ -40,8 +42,21 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 _PEFT_CONFIG, _PEFT_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT_PREFIX = "base_model.model."
 _METADATA = "lora_adapter_metadata"
-_PARTS = {"lora_A": "A", "lora_B": "B", "lora.down": "A", "lora.up": "B", "alpha": "alpha"}
-_NAME = re.compile(r"(.+)\.(?:(lora_A|lora_B|lora\.down|lora\.up)\.(?:default\.)?weight|(alpha))")
+_PARTS = {
+    "lora_A": "A",
+    "lora_B": "B",
+    "lora.down": "A",
+    "lora.up": "B",
+    "lora_down": "A",
+    "lora_up": "B",
+    "alpha": "alpha",
+}
+_NAME = re.compile(
+    r"(.+)\.(?:(lora_A|lora_B|lora[._]down|lora[._]up)\.(?:default\.)?weight|(alpha))"
+)
+_KOHYA = re.compile(r"lora_(?:unet|transformer)_(.+)")
+"""Names of kohya-ss/sd-scripts and trainers like it: "_" stands for "."."""
+_ORIGINAL = ("input_blocks_", "middle_block_", "output_blocks_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +140,8 @@ def read_lora(path: str | Path, denoiser: Any, prefix: str) -> Adapter:
     """Read an adapter and check that it fits a denoiser.
 
     Args:
-      path: a safetensors file as diffusers writes it, or a folder that holds one, or that PEFT
-        saved.
+      path: a safetensors file as diffusers or kohya-ss/sd-scripts writes it, or a folder that
+        holds one of diffusers, or that PEFT saved.
       denoiser: of what it is an adapter; abstract is enough.
       prefix: the denoiser's name in its pipeline.
 
@@ -135,7 +150,8 @@ def read_lora(path: str | Path, denoiser: Any, prefix: str) -> Adapter:
       CheckpointError: no such file, or a damaged one.
     """
     file, peft = _file(Path(path))
-    modules, config = _stored(file, prefix), _config(file, peft, prefix)
+    modules = _stored(file, prefix, denoiser.config)
+    config = _config(file, peft, prefix)
     known = {tensor.name.removesuffix(".weight"): tensor for tensor in _tensors(denoiser.config)}
     layers: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
     for name, parts in sorted(modules.items()):
@@ -186,15 +202,20 @@ def merge_lora(denoiser: nnx.Module, adapter: Adapter, scale: float = 1.0) -> No
         module.kernel = nnx.Param(whole.astype(kernel.dtype), **module.kernel.get_metadata())
 
 
+def _abstract(config: Any) -> nnx.Module:
+    """A denoiser of a config, of shapes."""
+    make = functools.partial(
+        COMPONENTS[config.class_name].make, config, dtype=jnp.float32, compute_dtype=jnp.float32
+    )
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+
+
 @functools.cache
 def _tensors(config: Any) -> list[Tensor]:
     """The tensors of the files of a denoiser that are weights of our modules' kernels."""
-    component = COMPONENTS[config.class_name]
-    make = functools.partial(component.make, config, dtype=jnp.float32, compute_dtype=jnp.float32)
-    abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
     return [
         tensor
-        for tensor in plan(abstract, component.keys(config))
+        for tensor in plan(_abstract(config), COMPONENTS[config.class_name].keys(config))
         if tensor.slots[0].path.endswith("/kernel")
     ]
 
@@ -302,18 +323,49 @@ def _file(path: Path) -> tuple[Path, Path | None]:
     return path, None
 
 
-def _stored(file: Path, prefix: str) -> dict[str, dict[str, np.ndarray]]:
+def _flat(config: Any) -> dict[str, str]:
+    """The names of `_tensors` by those with "_" for "."."""
+    names = [tensor.name.removesuffix(".weight") for tensor in _tensors(config)]
+    return {name.replace(".", "_"): name for name in names}
+
+
+def _flat_original(config: UNetConfig) -> dict[str, str]:
+    """`_flat` by the names of the original code."""
+    theirs = plan(_abstract(config), original_unet_keys(config))
+    places = {(t.slots[0].path, t.slots[0].layer): t.name for t in theirs}
+    return {
+        places[t.slots[0].path, t.slots[0].layer].removesuffix(".weight").replace(".", "_"): (
+            t.name.removesuffix(".weight")
+        )
+        for t in _tensors(config)
+    }
+
+
+def _stored(file: Path, prefix: str, config: Any) -> dict[str, dict[str, np.ndarray]]:
     """Parts A, B and perhaps alpha by module."""
     found: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in open_file(file).items():
-        if name.startswith(("lora_unet_", "lora_te", "lora_transformer_")):
-            raise ConfigError(
-                f"{file}: {name} is named as other trainers do; load the file with diffusers' "
-                "load_lora_weights and write it with save_lora_weights"
-            )
+    tensors = open_file(file)
+    names: dict[str, str] = {}
+    if any(_KOHYA.match(name) for name in tensors):
+        names = _flat(config)
+        original = any(m[1].startswith(_ORIGINAL) for m in map(_KOHYA.match, tensors) if m)
+        if original and isinstance(config, UNetConfig):
+            names |= _flat_original(config)
+    for name, tensor in tensors.items():
         own = name.removeprefix(_PEFT_PREFIX).removeprefix(f"{prefix}.")
         match = _NAME.fullmatch(own)
-        if own.startswith(("text_encoder", "unet.", "transformer.")) or match is None:
+        kohya = _KOHYA.fullmatch(match[1]) if match else None
+        if match and kohya:
+            if kohya[1] not in names:
+                raise ConfigError(
+                    f"{file}: {name} names no linear layer of {config.class_name}; take an adapter "
+                    "of this model, or load the file with diffusers' load_lora_weights and write "
+                    "it with save_lora_weights"
+                )
+            part = _PARTS[match[2] or match[3]]
+            found.setdefault(names[kohya[1]], {})[part] = np.asarray(tensor.view(), np.float32)
+            continue
+        if own.startswith(("text_encoder", "lora_te", "unet.", "transformer.")) or match is None:
             raise ConfigError(
                 f"{file}: {name} is not an A, B or alpha of a linear layer of the {prefix}; only "
                 f"plain LoRA of the {prefix} is read: take an adapter of that alone"

@@ -84,7 +84,7 @@ def parse_adapter(text: str) -> tuple[str, float]:
 def with_adapters(
     pipeline: Pipeline, *, merged: Sequence[str] = (), named: Mapping[str, str] | None = None
 ) -> Pipeline:
-    """A pipeline with adapters, each `FILE[:SCALE]` of diffusers or PEFT.
+    """A pipeline with adapters, each `FILE[:SCALE]` (`read_lora`).
 
     Args:
       pipeline: of a folder of diffusers, or a run that was tuned from one.

@@ -20,7 +20,8 @@ class ImageServerConfig(HttpConfig):
     """Sizes that requests may ask for, WIDTHxHEIGHT; the first is the default (default: the model's
     own size)."""
     lora: tuple[str, ...] = ()
-    """Adapters of diffusers or PEFT, each NAME=FILE[:SCALE]; a request's `model` names one."""
+    """Adapters of diffusers, PEFT or kohya, each NAME=FILE[:SCALE], one of which a request's
+    `model` names."""
     max_images: int = 10
     """Images of one request; more get 400."""
     max_steps: int = 100
