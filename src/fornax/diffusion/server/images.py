@@ -96,8 +96,11 @@ async def _form(request: Request, kind: type[B]) -> B:
     )
     for name, value in fields.items():
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bytes) != (name in ("image", "mask")) for one in values):
-            raise ApiError(400, f"{name} is sent as a file, others are not", param=name)
+        picture = name in ("image", "mask")
+        if any(isinstance(one, bytes) != picture for one in values):
+            ways = ["text", "a file"]
+            found, use = ways if picture else reversed(ways)
+            raise ApiError(400, f"{name} is sent as {found}; send it as {use}", param=name)
     try:
         return kind.model_validate(fields, strict=False)
     except ValidationError as error:

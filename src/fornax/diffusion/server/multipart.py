@@ -28,8 +28,9 @@ def read_form(
     if not content_type.lower().startswith("multipart/form-data"):
         raise ApiError(
             415,
-            f"the content-type {content_type or 'is missing and'!r} is not multipart/form-data, in "
-            "which images are sent",
+            (f"the content-type {content_type!r}" if content_type else "a missing content-type")
+            + " is not multipart/form-data, in which images are sent; send a form, with the fields "
+            "as its parts and images as files (curl -F image=@FILE)",
         )
     # A head of a mail before the body: what follows is what mails and forms have in common.
     head = b"Content-Type: " + content_type.encode("latin-1") + b"\r\nMIME-Version: 1.0\r\n\r\n"
@@ -53,7 +54,7 @@ def read_form(
             form[name] = [*before, value] if isinstance(before, list) else [value]
             continue
         if before is not None:
-            raise ApiError(400, f"{name} is given twice; this model takes one", param=name)
+            raise ApiError(400, f"{name} is given twice; give it once", param=name)
         form[name] = value
     return form
 
