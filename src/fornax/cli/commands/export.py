@@ -141,7 +141,7 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     from fornax.train import export_model
 
     options = _options(arguments)
-    if is_diffusion_run(model) or is_pipeline(model):
+    if is_diffusion_run(model) or is_pipeline(model) or arguments.function == ("denoise",):
         return _export_denoiser(arguments, model, out)
     if arguments.batch:
         options["batch"] = arguments.batch
@@ -156,7 +156,7 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
 
 def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     from fornax.diffusion.exporting import export_denoiser
-    from fornax.diffusion.load import is_pipeline, open_tuned
+    from fornax.diffusion.load import is_diffusion_run, open_tuned
     from fornax.diffusion.pipelines.exporting import export_pipeline
     from fornax.mesh import parse_dtype
 
@@ -171,7 +171,7 @@ def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest"
         options["batch"] = arguments.batch
     if arguments.dtype is not None:
         options["dtype"] = parse_dtype(arguments.dtype)
-    whole = is_pipeline(model) or open_tuned(model) is not None
+    whole = not is_diffusion_run(model) or open_tuned(model) is not None
     return (export_pipeline if whole else export_denoiser)(model, out, **options)
 
 

@@ -130,7 +130,13 @@ def open_parts(
       CheckpointError: model_index.json cannot be read.
     """
     if not is_pipeline(path):
-        what = "does not exist" if not path.exists() else "holds no model"
+        if path.is_file():
+            raise ConfigError(
+                f"{path} is a single file, without text encoders and a schedule in known places; "
+                "make a folder of it with diffusers, StableDiffusionPipeline.from_single_file(FILE)"
+                ".save_pretrained(DIR), or the class of its model, and name that"
+            )
+        what = "does not exist" if not path.exists() else "holds no diffusion model"
         raise ConfigError(
             f"{path} {what}: name a folder that diffusers saved, with model_index.json, or a run "
             "directory of fornax diffusion train"

@@ -39,7 +39,8 @@ def open_picture(source: Path | bytes, what: str) -> Image.Image:
       DataError: no such file, no picture, a truncated one, or one too large.
     """
     try:
-        picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        file = io.BytesIO(source if isinstance(source, bytes) else source.read_bytes())
+        picture = Image.open(file)
         if picture.width * picture.height > _MOST_PIXELS:
             raise DataError(
                 f"{what} has {picture.width}x{picture.height} pixels; use one of at most "
