@@ -16,7 +16,7 @@ import transformers
 from tests.parity.diffusion_models import channels_first, randomized
 
 from fornax.diffusion.models import Condition
-from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan
+from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_controls
 
 pytestmark = [
     pytest.mark.parity,
@@ -406,31 +406,75 @@ def test_inpainting_with_a_network_that_is_told_the_mask(tmp_path):
     check(latents, first(want))
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_controlnet(tmp_path):
-    unet = randomized(diffusers.UNet2DConditionModel(**UNET))
-    control = diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16))
-    theirs = diffusers.StableDiffusionControlNetPipeline(
-        vae=randomized(diffusers.AutoencoderKL(**VAE)),
-        text_encoder=clip(),
-        tokenizer=tokenizer(tmp_path / "words"),
-        unet=unet,
-        controlnet=randomized(control, seed=1),
-        scheduler=diffusers.EulerDiscreteScheduler(**SCALED, timestep_spacing="trailing"),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
+def unets_with_controls(tmp_path, xl, count):
+    """A saved pipeline of Stable Diffusion or SDXL with ControlNets."""
+    more = {
+        "cross_attention_dim": 64,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 8,
+        "projection_class_embeddings_input_dim": 6 * 8 + 16,
+        "use_linear_projection": True,
+    }
+    unet = randomized(diffusers.UNet2DConditionModel(**{**UNET, **(more if xl else {})}))
+    made = [
+        diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 16))
+        for _ in range(count)
+    ]
+    controls = [randomized(one, seed=number) for number, one in enumerate(made, start=1)]
+    words = tokenizer(tmp_path / "words")
+    given = {
+        "vae": randomized(diffusers.AutoencoderKL(**VAE)),
+        "text_encoder": clip(),
+        "tokenizer": words,
+        "unet": unet,
+        "controlnet": controls if count > 1 else controls[0],
+        "scheduler": diffusers.EulerDiscreteScheduler(**SCALED, timestep_spacing="trailing"),
+    }
+    if xl:
+        theirs = diffusers.StableDiffusionXLControlNetPipeline(
+            **given,
+            text_encoder_2=clip(transformers.CLIPTextModelWithProjection, hidden_act="gelu"),
+            tokenizer_2=words,
+            add_watermarker=False,
+        )
+    else:
+        theirs = diffusers.StableDiffusionControlNetPipeline(
+            **given, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+        )
     theirs.save_pretrained(tmp_path / "model")
-    noise, image = normal(1, 8, 8, 4), RNG.uniform(0, 1, (16, 16, 3)).astype(np.float32)
-    latents, _, _ = ours(
-        tmp_path / "model", "a fox", None, noise, size=(16, 16), guidance=4.0, control=image
+    return theirs
+
+
+@pytest.mark.parametrize(
+    ("xl", "count"),
+    [
+        pytest.param(False, 2, marks=pytest.mark.slow),
+        pytest.param(False, 1, marks=pytest.mark.exhaustive),
+        pytest.param(True, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+@torch.no_grad()
+def test_controlnets(tmp_path, xl, count):
+    """Those of the folder, at scales of their own."""
+    theirs = unets_with_controls(tmp_path, xl, count)
+    noise, images = normal(1, 8, 8, 4), RNG.uniform(0, 1, (count, 16, 16, 3)).astype(np.float32)
+    scales = [0.5, 1.5][:count]
+    pipeline = with_controls(load_pipeline(tmp_path / "model"), (), scales)
+    request = ImageRequest(
+        prompt="a fox",
+        steps=STEPS,
+        latents_BX=jnp.asarray(noise),
+        size=(16, 16),
+        guidance=4.0,
+        controls=tuple(images),
     )
+    latents = pipeline.run(plan(pipeline, request))
     theirs.set_progress_bar_config(disable=True)
+    given = [channels_first(image[None]) for image in images]
     want = theirs(
         prompt="a fox",
-        image=channels_first(image[None]),
+        image=given if count > 1 else given[0],
+        controlnet_conditioning_scale=scales if count > 1 else scales[0],
         height=16,
         width=16,
         latents=channels_first(noise),

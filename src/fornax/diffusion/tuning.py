@@ -223,7 +223,7 @@ def _not_tuned(pipeline: Pipeline) -> str | None:
     references = pipeline.references
     more = {
         "a mask and a masked picture": pipeline.fills,
-        "an image to follow": pipeline.follows,
+        "an image to follow": pipeline.follows > 0,
         "images that it edits": references is not None and references.needed,
         "a first frame": pipeline.frames is not None and pipeline.frames.begin is not None,
     }

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import numpy as np
+    from PIL import Image
 
-    from fornax.diffusion.pipelines import ImageRequest, Job, Pipeline
+    from fornax.diffusion.pipelines import ImageRequest, Job, Pipeline, Size
     from fornax.diffusion.pipelines.calibration import CacheName
 
 _PLAIN = {"help_behavior_hint": ""}
@@ -64,8 +65,10 @@ class Arguments:
     """Share of the schedule that a start goes through (default: 0.8, or 1 with a mask)."""
     mask: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """White where to draw, black where to keep the picture."""
-    control: Annotated[Path | None, arg(metavar="IMG", help_behavior_hint="")] = None
-    """Picture that a ControlNet follows, such as edges."""
+    control: Annotated[tuple[str, ...], arg(metavar="IMG", help_behavior_hint="")] = ()
+    """Pictures such as edges, one for each ControlNet, FILE:0.8 at a scale."""
+    controlnet: Annotated[tuple[Path, ...], arg(metavar="DIR", help_behavior_hint="")] = ()
+    """ControlNets to add to those of the model's folder; one or several."""
     cache: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """teacache or magcache[:threshold]: leave out blocks that change little."""
     compare: Annotated[bool, NO_DEFAULT] = False
@@ -83,7 +86,7 @@ class Arguments:
 
 def run(arguments: Arguments) -> int:
     """Draw; the files' names go to standard output as they are written."""
-    from fornax.diffusion.pipelines import load_pipeline, plan, with_adapters
+    from fornax.diffusion.pipelines import load_pipeline, plan, with_adapters, with_controls
     from fornax.diffusion.pipelines.calibration import with_cache
     from fornax.mesh import initialize, parse_dtype
 
@@ -91,15 +94,17 @@ def run(arguments: Arguments) -> int:
         raise ConfigError(
             f"--batch {arguments.batch} --count {arguments.count}: give at least 1 of each"
         )
-    paths, cache = _paths(arguments), _cache(arguments)
+    paths, cache, pictures = _paths(arguments), _cache(arguments), _pictures(arguments)
     initialize()
     dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     pipeline = load_pipeline(arguments.model, dtype=dtype)
     pipeline = with_adapters(pipeline, merged=arguments.lora)
+    scales = [scale for _, scale in pictures.controls]
+    pipeline = with_controls(pipeline, arguments.controlnet, scales)
     if cache is not None:
         pipeline = with_cache(pipeline, arguments.model, *cache)
     rate = _rate(arguments, pipeline)
-    jobs = [plan(pipeline, request) for request in _requests(arguments, pipeline)]
+    jobs = [plan(pipeline, request) for request in _requests(arguments, pipeline, pictures)]
     for path, pixels in zip(paths, _drawn(pipeline, jobs, arguments), strict=True):
         _write(path, pixels, rate)
         print(path)  # noqa: T201
@@ -155,20 +160,38 @@ def _rate(arguments: Arguments, pipeline: "Pipeline") -> float | None:
     return rate
 
 
-def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]":
-    from fornax.diffusion.pipelines import ImageRequest, parse_size, shown
-    from fornax.diffusion.pipelines.pictures import open_picture, read_mask, to_array
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pictures:
+    """What the files hold that the flags name, before a model is loaded."""
 
-    size = pipeline.size if arguments.size is None else parse_size(arguments.size)
-    mask = None
-    pictures = [open_picture(path, f"--image {path}") for path in arguments.image]
-    strength, masked = arguments.strength, arguments.mask is not None
-    if arguments.mask is not None:
-        mask = read_mask(open_picture(arguments.mask, f"--mask {arguments.mask}"), size)
-    control = None
-    if arguments.control is not None:
-        picture = open_picture(arguments.control, f"--control {arguments.control}")
-        control = (to_array(picture, size, 3) + 1) / 2
+    size: "Size | None"
+    images: "list[Image.Image]"
+    mask: "Image.Image | None"
+    controls: "list[tuple[Image.Image, float]]"
+    """Each with its scale."""
+
+
+def _pictures(arguments: Arguments) -> _Pictures:
+    from fornax.diffusion.pipelines import parse_size
+    from fornax.diffusion.pipelines.load import parse_adapter
+    from fornax.diffusion.pipelines.pictures import open_picture
+
+    mask, controls = arguments.mask, [parse_adapter(one, "--control") for one in arguments.control]
+    return _Pictures(
+        size=None if arguments.size is None else parse_size(arguments.size),
+        images=[open_picture(path, f"--image {path}") for path in arguments.image],
+        mask=None if mask is None else open_picture(mask, f"--mask {mask}"),
+        controls=[(open_picture(Path(p), f"--control {p}"), scale) for p, scale in controls],
+    )
+
+
+def _requests(
+    arguments: Arguments, pipeline: "Pipeline", pictures: _Pictures
+) -> "list[ImageRequest]":
+    from fornax.diffusion.pipelines import ImageRequest, shown
+    from fornax.diffusion.pipelines.pictures import read_mask, to_array
+
+    size, strength, masked = pictures.size or pipeline.size, arguments.strength, pictures.mask
     return [
         ImageRequest(
             prompt=prompt,
@@ -182,9 +205,9 @@ def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]
             seed=arguments.seed,
             sampler=arguments.sampler,
             strength=strength,
-            mask=mask,
-            control=control,
-            **shown(pipeline, pictures, size, strength=strength, masked=masked),
+            mask=None if masked is None else read_mask(masked, size),
+            controls=tuple((to_array(one, size, 3) + 1) / 2 for one, _ in pictures.controls),
+            **shown(pipeline, pictures.images, size, strength=strength, masked=masked is not None),
         )
         for prompt in arguments.prompt or (None,)
     ]

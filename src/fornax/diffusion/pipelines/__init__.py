@@ -1,7 +1,7 @@
 """Models that draw, loaded into one record, and requests made into what a sampler runs."""
 
 from fornax.diffusion.pipelines.convert import PictureParity, convert_pipeline
-from fornax.diffusion.pipelines.load import load_pipeline, with_adapters
+from fornax.diffusion.pipelines.load import load_pipeline, with_adapters, with_controls
 from fornax.diffusion.pipelines.pipeline import (
     Frames,
     Job,
@@ -30,5 +30,6 @@ __all__ = [
     "save_pipeline",
     "shown",
     "with_adapters",
+    "with_controls",
     "with_denoiser",
 ]

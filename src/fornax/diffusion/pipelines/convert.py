@@ -158,7 +158,7 @@ def _drawn(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray, ImageRequest]:
     if pipeline.fills:
         request = dataclasses.replace(request, image=blank, mask=np.ones(size, np.float32))
     if pipeline.follows:
-        request = dataclasses.replace(request, control=blank)
+        request = dataclasses.replace(request, controls=(blank,) * pipeline.follows)
     try:
         job = plan(pipeline, request)
     except ConfigError:  # a model of classes

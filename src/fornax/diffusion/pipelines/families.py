@@ -12,7 +12,7 @@ import numpy as np
 
 from fornax.config.errors import ConfigError
 from fornax.diffusion.models.condition import Condition, check_widths
-from fornax.diffusion.pipelines.control import Controlled
+from fornax.diffusion.pipelines.control import Controlled, check_control
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts, compiled, texts
 from fornax.diffusion.pipelines.pipeline import Pipeline, Size
@@ -45,8 +45,6 @@ def latent_pipeline(
     scheduler = parts.scheduler if scheduler is None else scheduler
     side, fixed = changes.pop("side", 64), changes.pop("fixed", False)
     trained = denoiser.config.sample_size or side
-    if parts.has("controlnet"):
-        denoiser = Controlled(denoiser, parts.module("controlnet"))
     channels = vae.config.latent_channels * int(np.prod(vae.config.patch))
     drawn = denoiser.config.out_channels
     drawn = denoiser.config.channels if drawn is None else drawn
@@ -58,6 +56,11 @@ def latent_pipeline(
         )
     factor = vae.config.factor * vae.config.patch[0]
     patch = changes.pop("patch", 1)
+    controls = [parts.module(name) for name in parts.controls]
+    for name, control in zip(parts.controls, controls, strict=True):
+        check_control(control, denoiser, factor, parts.folder / name)
+    if controls:
+        denoiser = Controlled(denoiser, controls, [1.0] * len(controls))
     rows, columns = (trained, trained) if isinstance(trained, int) else trained
     size = (rows * factor, columns * factor)
     return dataclasses.replace(
@@ -78,7 +81,7 @@ def latent_pipeline(
             multiple=factor * patch,
             clip=scheduler.clip,
             fills=name == "unet" and denoiser.config.in_channels == 2 * channels + 1,
-            follows=isinstance(denoiser, Controlled),
+            follows=len(controls),
         ),
         **changes,
     )

@@ -14,9 +14,10 @@ from fornax.config.errors import ConfigError
 from fornax.diffusion.config import takes
 from fornax.diffusion.load import is_diffusion_run, is_pipeline, open_tuned
 from fornax.diffusion.lora import Adapter, ByRow, merge_lora, read_lora
+from fornax.diffusion.models.components import load_component
 from fornax.diffusion.models.unet import UNet
 from fornax.diffusion.network import Network
-from fornax.diffusion.pipelines.control import Controlled
+from fornax.diffusion.pipelines.control import Controlled, check_control
 from fornax.diffusion.pipelines.editing import EDITING_FAMILIES
 from fornax.diffusion.pipelines.families import FAMILIES
 from fornax.diffusion.pipelines.language_families import LANGUAGE_FAMILIES
@@ -32,6 +33,7 @@ __all__ = [
     "parse_adapter",
     "pipeline_of",
     "with_adapters",
+    "with_controls",
 ]
 
 PIPELINES = {**FAMILIES, **LANGUAGE_FAMILIES, **EDITING_FAMILIES, **VIDEO_FAMILIES}
@@ -63,8 +65,8 @@ def load_pipeline(
     return pipeline_of(open_parts(path, dtype, compute_dtype))
 
 
-def parse_adapter(text: str) -> tuple[str, float]:
-    """`FILE[:SCALE]` as a path and a factor, 1 where there is none.
+def parse_adapter(text: str, what: str = "adapter") -> tuple[str, float]:
+    """`FILE[:SCALE]` as a path and a factor, 1 where there is none; `what` names it in errors.
 
     Raises:
       ConfigError: a scale that is not finite.
@@ -77,7 +79,7 @@ def parse_adapter(text: str) -> tuple[str, float]:
     except ValueError:
         return text, 1.0
     if not math.isfinite(scale):
-        raise ConfigError(f"adapter {text!r}: scale {said} is not finite; write FILE:0.8")
+        raise ConfigError(f"{what} {text!r}: scale {said} is not finite; write FILE:0.8")
     return path, scale
 
 
@@ -115,6 +117,48 @@ def with_adapters(
         raise ConfigError(f"{pipeline.name} has a ControlNet, beside which adapters are merged")
     by_row = ByRow(inner, [read(text) for text in named.values()])
     return dataclasses.replace(pipeline, denoiser=by_row, adapters=tuple(named))
+
+
+def with_controls(
+    pipeline: Pipeline, folders: Sequence[str | Path] = (), scales: Sequence[float] = ()
+) -> Pipeline:
+    """A pipeline of Stable Diffusion with further ControlNets, behind those of its own folder.
+
+    Args:
+      pipeline: of a folder of diffusers, or a run that was tuned from one.
+      folders: each of one ControlNet, as diffusers saved it.
+      scales: factors on the residuals of all ControlNets, those of the folder first; none for 1.
+
+    Raises:
+      ConfigError: a ControlNet of another model, a pipeline that takes none, or another number of
+        scales than of ControlNets.
+      CheckpointError: no such folder, or a damaged one.
+    """
+    if not folders and not any(scale != 1 for scale in scales):
+        return pipeline
+    own: Any = pipeline.denoiser
+    parts = pipeline.parts
+    unet = own.unet if isinstance(own, Controlled) else own
+    if not isinstance(unet, UNet) or parts is None or pipeline.fills:
+        raise ConfigError(
+            f"{pipeline.name} takes no ControlNet: they are for folders of Stable Diffusion 1.x, "
+            "2.x and XL, except those that fill masks alone; leave it out"
+        )
+    controls = list(own.controls) if isinstance(own, Controlled) else []
+    for folder in folders:
+        control: Any = load_component(folder, **parts.dtypes)
+        check_control(control, unet, pipeline.multiple, folder)
+        controls.append(control)
+    if not controls:
+        return pipeline  # which refuses images to follow
+    scales = tuple(scales) or (1.0,) * len(controls)
+    if len(scales) != len(controls):
+        raise ConfigError(
+            f"{len(scales)} images to follow (--control), and {len(controls)} ControlNets; give "
+            "one for each, in their order"
+        )
+    denoiser = Controlled(unet, controls, scales)
+    return dataclasses.replace(pipeline, denoiser=denoiser, follows=len(controls))
 
 
 def open_parts(

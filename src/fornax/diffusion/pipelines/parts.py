@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ class Parts:
         return isinstance(said, list) and said[-1] is not None
 
     @property
+    def controls(self) -> list[str]:
+        """Folders of the ControlNets, in the order of the images that they follow."""
+        if not self.has("controlnet"):
+            return []
+        if self.index["controlnet"][-1] != "MultiControlNetModel":
+            return ["controlnet"]
+        more = itertools.takewhile(
+            lambda name: (self.folder / name).is_dir(),
+            (f"controlnet_{number}" for number in itertools.count(1)),
+        )
+        return ["controlnet", *more]
+
+    @property
     def denoiser(self) -> str:
         """The name of the denoiser's part."""
         return "unet" if self.has("unet") else "transformer"
@@ -82,7 +96,8 @@ class Parts:
                 dtype = jnp.float32  # its activations overflow float16
             given = {"dtype": dtype, "compute_dtype": self._compute_dtype, **options}
             own = self._denoiser if name == self.denoiser else None
-            self.modules[name] = load_component(self.at(name), **given) if own is None else own
+            at = self.folder / name if name in self.controls else self.at(name)
+            self.modules[name] = load_component(at, **given) if own is None else own
         return self.modules[name]
 
     def language_model(self, name: str, layers: Sequence[int]) -> Callable[..., jax.Array]:

@@ -146,7 +146,7 @@ class Pipeline:
       clip: bounds of the data that the network claims, or None.
       fills: whether the denoiser receives the mask and the latents that it keeps, as models for
         inpainting are (`Condition.image_BX`).
-      follows: whether it receives an image in [0, 1] to follow, as with a ControlNet (likewise).
+      follows: images in [0, 1] to follow that it receives, one for each ControlNet (likewise).
       adapters: names of the denoiser's adapters, of which each request has one or none.
       rescale: of guidance, see `guided`.
       norm_patch: likewise.
@@ -181,7 +181,7 @@ class Pipeline:
     time_scale: float = 1.0
     clip: float | None = None
     fills: bool = False
-    follows: bool = False
+    follows: int = 0
     adapters: tuple[str, ...] = ()
     rescale: float = 0.0
     norm_patch: int | None = None

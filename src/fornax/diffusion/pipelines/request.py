@@ -59,8 +59,8 @@ class ImageRequest:
     """In (0, 1]: how much of the schedule an image goes through; 0.8, or 1 with a mask."""
     mask: np.ndarray | None = None
     """float32 [H, W] in [0, 1]: 1 where to draw, 0 where to keep `image`."""
-    control: np.ndarray | None = None
-    """float32 [H, W, C] in [0, 1] to follow, for a ControlNet."""
+    controls: tuple[np.ndarray, ...] = ()
+    """float32 [H, W, 3] in [0, 1] to follow, one for each ControlNet."""
     adapter: str | None = None
     """One of `Pipeline.adapters`; None for the model alone."""
     latents_BX: jax.Array | None = None
@@ -222,8 +222,7 @@ def _beside(
 ) -> jax.Array | None:
     """What the denoiser receives beside the noisy latents, [1, ...]."""
     if pipeline.follows:
-        assert request.control is not None, "refused before"
-        return jnp.asarray(request.control)[None]
+        return jnp.concatenate([jnp.asarray(one)[None] for one in request.controls], -1)
     if not pipeline.fills:
         return own
     assert request.image is not None, "refused before"
@@ -301,15 +300,24 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
         )
     if pipeline.frames is not None and pipeline.frames.begin and request.image is None:
         raise ConfigError("this model draws videos that begin with an image; give one (--image)")
-    if (request.control is not None) != pipeline.follows:
-        follows, not_ = "follows an image; give one", "follows no image; leave it out"
-        raise ConfigError(f"this model {follows if pipeline.follows else not_} (--control)")
-    _check_references(pipeline, request)
-    if request.control is not None and request.control.shape[:2] != size:
-        height, width = request.control.shape[:2]
+    if len(request.controls) != pipeline.follows:
+        follows = f"follows {pipeline.follows} images; give one for each ControlNet, in their order"
+        if pipeline.follows < 2:
+            follows = "follows one image; give one"
+        if not pipeline.follows:
+            follows = (
+                "has no ControlNet to follow an image; add one (--controlnet), or leave it out"
+            )
         raise ConfigError(
-            f"the image to follow is {width}x{height}; it must be {size[1]}x{size[0]}"
+            f"{len(request.controls)} images to follow (--control): this model {follows}"
         )
+    _check_references(pipeline, request)
+    for control in request.controls:
+        if control.shape != (*size, 3):
+            raise ConfigError(
+                f"an image to follow is {'x'.join(map(str, control.shape))} (rows, columns, "
+                f"channels); it must be {size[0]}x{size[1]}x3"
+            )
     if request.image is None:
         for name in ("mask", "strength"):
             if getattr(request, name) is not None:
@@ -344,7 +352,10 @@ def _check_references(pipeline: Pipeline, request: ImageRequest) -> None:
     if known.needed and not count:
         raise ConfigError("this model draws after an image; give one (--image)")
     if known.most is not None and count > known.most:
-        raise ConfigError(f"{count} images to draw after: this model takes {known.most} at most")
+        raise ConfigError(
+            f"{count} images to draw after are given, and this model takes {known.most} at most; "
+            f"give {known.most}"
+        )
 
 
 def _latent_mask(mask_HW: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

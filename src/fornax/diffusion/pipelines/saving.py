@@ -45,7 +45,8 @@ def save_pipeline(
       overwrite: replace a pipeline's folder that is there already.
 
     Raises:
-      ConfigError: the pipeline is of a run, or the folder and its own are inside each other.
+      ConfigError: the pipeline is of a run or has ControlNets of `with_controls`, or the folder and
+        its own are inside each other.
       CheckpointError: the folder exists, a component to copy does not, or it cannot be written.
     """
     parts = pipeline.parts
@@ -53,6 +54,12 @@ def save_pipeline(
         raise ConfigError(
             f"{pipeline.name} is a run, whose network and words diffusers has no pipeline for; "
             "sample, serve and export it as it is"
+        )
+    if pipeline.follows != len(parts.controls):
+        raise ConfigError(
+            f"{pipeline.name} draws with {pipeline.follows} ControlNets, and its folder names "
+            f"{len(parts.controls)}: give one without those of with_controls, which are folders of "
+            "their own"
         )
     target, source = Path(folder).resolve(), parts.folder
     check_target(target, source, overwrite)
@@ -101,13 +108,14 @@ def with_denoiser(pipeline: Pipeline, network: nnx.Module) -> Pipeline:
     graph = nnx.graphdef(own)
     merged = nnx.merge(graph, nnx.state(given))
     if isinstance(pipeline.denoiser, Controlled):
-        merged = Controlled(merged, pipeline.denoiser.control)
+        merged = Controlled(merged, pipeline.denoiser.controls, pipeline.denoiser.scales)
     return dataclasses.replace(pipeline, denoiser=merged)
 
 
 def components(parts: Parts) -> list[str]:
     """The names of a pipeline's components."""
-    return [name for name in parts.index if not name.startswith("_") and parts.has(name)]
+    named = [name for name in parts.index if not name.startswith("_") and parts.has(name)]
+    return [*named, *parts.controls[1:]]
 
 
 def _denoiser_name(parts: Parts) -> str:

@@ -36,7 +36,7 @@ def create_server(
     """
     pipeline = engine.pipeline
     if pipeline.follows or pipeline.fills:
-        what = "an image to follow" if pipeline.follows else "a mask with every request"
+        what = "images to follow" if pipeline.follows else "a mask with every request"
         raise ConfigError(
             f"{model} takes {what}, which the images API does not always have; draw with fornax "
             "diffusion sample, or serve a model that draws from prompts"
