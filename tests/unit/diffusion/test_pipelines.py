@@ -200,6 +200,23 @@ def test_pictures_that_cannot_be_read_say_so(tmp_path):
         open_picture(whole[:60], "image")
     with pytest.raises(DataError, match="No such file"):
         open_picture(tmp_path / "none.png", "--image none.png")
+    Image.new("F", (4, 4)).save(tmp_path / "a.tiff")
+    with pytest.raises(DataError, match="save it with 8 or 16 bits"):
+        open_picture(tmp_path / "a.tiff", "image")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "RGBX", "CMYK", "LAB", "I;16"])
+def test_pictures_of_all_spaces_are_colours_and_masks(mode, tmp_path):
+    """Palettes with several transparent colours too."""
+    Image.new(mode, (5, 3)).save(tmp_path / "a.tiff")
+    palette = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(4, 4, 4)).quantize(8)
+    palette.save(tmp_path / "a.png", transparency=bytes(range(8)))
+    for path in (tmp_path / "a.tiff", tmp_path / "a.png"):
+        picture = open_picture(path, "image")
+        assert to_array(picture, (2, 2), 3).shape == (2, 2, 3)
+        assert to_array(picture, (2, 2), 1).shape == (2, 2, 1)
+        assert read_mask(picture, (2, 2)).shape == (2, 2)
+    assert np.asarray(picture).shape == (4, 4, 4)
 
 
 @pytest.mark.parametrize("text", ["512", "0x8", "8x", "8x-8", "8X8", "100000x8", " 8x8"])

@@ -24,19 +24,21 @@ __all__ = [
 
 FORMATS = {"png": "PNG", "jpeg": "JPEG", "webp": "WEBP"}
 _MOST_PIXELS = 64 << 20
+_MODES = ("1", "L", "LA", "RGB", "RGBA")
+"""Pillow's, that are used as they are."""
 
 
 def open_picture(source: Path | bytes, what: str) -> Image.Image:
     """A picture, read whole and upright: turned as its head says (EXIF), as in training.
 
-    Grey values of 16 bits, as depth maps have, become 8.
+    Grey values of 16 bits, as depth maps have, become 8, palettes and other spaces RGB.
 
     Args:
       source: a file, or its bytes.
       what: names it in messages.
 
     Raises:
-      DataError: no such file, no picture, a truncated one, or one too large.
+      DataError: no such file, no picture, a truncated one, one too large or of floats.
     """
     try:
         file = io.BytesIO(source if isinstance(source, bytes) else source.read_bytes())
@@ -48,6 +50,13 @@ def open_picture(source: Path | bytes, what: str) -> Image.Image:
             )
         picture.load()
         ImageOps.exif_transpose(picture, in_place=True)
+        if picture.mode == "F":
+            raise DataError(
+                f"{what} has floating-point values, whose black and white are not known; save it "
+                "with 8 or 16 bits"
+            )
+        if picture.mode not in (*_MODES, "I", "I;16", "I;16L", "I;16B"):
+            picture = picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     except UnidentifiedImageError:
         raise DataError(f"{what} is not a picture; use a PNG, JPEG or WebP file") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
