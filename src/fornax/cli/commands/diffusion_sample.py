@@ -62,13 +62,13 @@ class Arguments:
     image: Annotated[tuple[Path, ...], arg(metavar="FILE ...", help_behavior_hint="")] = ()
     """To draw after; with strength, mask or where it cannot, one to start from."""
     strength: Annotated[float | None, arg(metavar="X", help_behavior_hint="")] = None
-    """Share of the schedule that a start goes through (default: 0.8, or 1 with a mask)."""
+    """Share of the schedule after a start (default: 0.8, or 1 with a mask)."""
     mask: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="")] = None
     """White where to draw, black where to keep the picture."""
-    control: Annotated[tuple[str, ...], arg(metavar="IMG", help_behavior_hint="")] = ()
+    control: Annotated[tuple[str, ...], arg(metavar="IMG ...", help_behavior_hint="")] = ()
     """Pictures such as edges, one for each ControlNet, FILE:0.8 at a scale."""
-    controlnet: Annotated[tuple[Path, ...], arg(metavar="DIR", help_behavior_hint="")] = ()
-    """ControlNets to add to those of the model's folder; one or several."""
+    controlnet: Annotated[tuple[Path, ...], arg(metavar="DIR ...", help_behavior_hint="")] = ()
+    """ControlNets to add to those of the model's folder."""
     cache: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """teacache or magcache[:threshold]: leave out blocks that change little."""
     compare: Annotated[bool, NO_DEFAULT] = False
