@@ -354,6 +354,14 @@ def test_encoded_examples_are_read_and_checked(tmp_path):
     np.testing.assert_array_equal(arrays["text"], stored["text"][1])
     assert arrays["text_mask"].dtype == np.int32
     assert not found.arrays(5, dropped=True)["text"].any()
+    save_file({**stored, "latents": np.zeros((4, 8, 8, 4), np.uint8)}, folder / "b.safetensors")
+    with pytest.raises(DataError, match=r"b\.safetensors: latents are uint8; encode them as"):
+        open_examples(data, "train")
+    stored["text"][1, 3] = np.inf
+    save_file(stored, folder / "b.safetensors")
+    with pytest.raises(DataError, match=r"b\.safetensors: text of example 1"):
+        open_examples(data, "train")
+    stored["text"][1, 3] = 0.0
     stored["latents"][2, 0, 0, 0] = np.nan
     save_file(stored, folder / "b.safetensors")
     with pytest.raises(DataError, match=r"b\.safetensors: latents of example 2"):

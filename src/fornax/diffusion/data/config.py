@@ -132,7 +132,7 @@ class EncodedConfig:
     holdout: int = 0
     """The last this many examples are kept for evaluation."""
     verify: bool = True
-    """Read all latents before the first step, so that one that is not finite ends no run."""
+    """Read all arrays before the first step, so that one that is not finite ends no run."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""

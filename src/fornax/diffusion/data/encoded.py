@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fornax.checkpoint.safetensors_file import DTYPES, open_file
+from fornax.checkpoint.safetensors_file import DTYPES, FLOATS, open_file
 from fornax.config.errors import DataError
 from fornax.diffusion.data.config import EncodedConfig
 
@@ -51,6 +51,7 @@ class EncodedExamples:
         self.identity = f"encoded {config.shape} {split} {names}"
         for index in range(len(self._places)) if config.verify else ():
             self._finite(index, "latents")
+            self.arrays(index)
 
     def _looked_at(self, file: Path) -> int:
         """How many examples a file has."""
@@ -63,6 +64,8 @@ class EncodedExamples:
             raise DataError(f"{file} has no {', '.join(missing)}; encode its examples again")
         count = tensors["latents"].shape[0]
         for name, shape in wanted.items():
+            if name != "text_mask" and name in tensors:
+                _check_dtype(file, name, tensors[name].dtype)
             if name in tensors and tensors[name].shape != (count, *shape):
                 raise DataError(
                     f"{file}: {name} has shape {tensors[name].shape}, and the config says {shape} "
@@ -138,3 +141,13 @@ class EncodedExamples:
     def _read(self, index: int, name: str) -> NDArray[Any]:
         file, row = self._places[index]
         return np.asarray(open_file(self._files[file], DTYPES)[name].view()[row])
+
+
+def _check_dtype(file: Path, name: str, dtype: np.dtype) -> None:
+    """Refuse integers, such as the pixels that latents are made of.
+
+    Raises:
+      DataError: no numbers with a fraction.
+    """
+    if dtype not in FLOATS.values():
+        raise DataError(f"{file}: {name} are {dtype}; encode them as float32, float16 or bfloat16")
