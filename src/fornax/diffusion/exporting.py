@@ -20,6 +20,7 @@ from fornax.diffusion.network import Network
 from fornax.diffusion.objectives import Objective
 from fornax.diffusion.predictions import Point
 from fornax.diffusion.prompts import WordsConfig
+from fornax.diffusion.task import check_sizes
 from fornax.kernels.registry import target_platform
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def export_denoiser(
     *,
     batch: Sequence[int] = (1, 8),
     size: Size | None = None,
+    frames: int | None = None,
     dtype: Any = None,
     **options: Any,
 ) -> "Manifest":
@@ -50,18 +52,21 @@ def export_denoiser(
       out: the bundle to make.
       batch: rows that it is compiled for.
       size: height and width; None takes the usual one of the training data.
+      frames: of a video; None likewise.
       dtype: of the weights; None keeps the run's.
       **options: further ones of `export.save`: platforms, overwrite, executables, ...
 
     Raises:
-      ConfigError, CheckpointError: no such run; a size that the network cannot take; texts that
-        were encoded before the run.
+      ConfigError, CheckpointError: no such run; a size or frames that the network cannot take;
+        texts that were encoded before the run.
       BundleError: from `export.save`.
     """
     # Attention in bfloat16 would go to a GPU's own library.
     run = load_run(model, dtype=dtype, compute_dtype=jnp.float32)
-    # Of a video the frames of training stay.
-    shape = (*run.facts.usual[:-2], *(size or run.facts.usual[-2:]), run.facts.channels)
+    count = run.facts.usual[:-2] if frames is None else (frames,)
+    place = (*count, *(size or run.facts.usual[-2:]))
+    check_sizes([place], run.denoiser.config)
+    shape = (*place, run.facts.channels)
     inputs = {
         "x": export.Spec(("b", *shape), "float32"),
         "time": export.Spec(("b",), "float32", low=0.0, high=1000.0),

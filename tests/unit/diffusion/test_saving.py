@@ -165,8 +165,13 @@ def test_a_bundle_of_its_denoiser_says_what_it_says(folder, tmp_path, capsys):
     )
     np.testing.assert_allclose(found, wanted, atol=1e-5)
     capsys.readouterr()
-    assert main([*command, "--length", "8", "--overwrite"]) == 2
-    assert "is for language models" in capsys.readouterr().err
+    for flags, said in (
+        (["--length", "8"], "is for language models"),
+        (["--size", "16x16"], "this model draws only 8x8"),
+        (["--frames", "5"], "frames is of videos, and this model draws images"),
+    ):
+        assert main([*command, *flags, "--overwrite"]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

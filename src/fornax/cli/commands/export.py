@@ -21,16 +21,13 @@ _SAME, _DIFFERENT = 0, 1
 class Arguments:
     """Export functions and their weights as a bundle, or inspect bundles.
 
-    --model DIR: functions of a language model, a run or a Hugging Face directory: logits,
-    next_token, score (log-probabilities), embedding; of a diffusion model: denoise. --function
-    FILE.py:NAME: your own; NAME takes nothing and returns what export.save takes, as a dict:
-    functions, params, inputs, buckets, ...
-    --inspect verifies a bundle and prints it all. --diff ends with 0 when both are the same, 1
-    when they differ, 2 when one cannot be read.
+    --model DIR: functions of a language model: logits, next_token, score (log-probabilities),
+    embedding; of a diffusion model: denoise. --function FILE.py:NAME: your own; NAME takes
+    nothing and returns what export.save takes, as a dict: functions, params, inputs, buckets, ...
+    --diff ends with 0 when both are the same, 1 when they differ, 2 when one cannot be read.
 
     examples:
-      fornax export --model hf --function logits --out models/lm/1
-      fornax export --model hf --function score embedding --batch 1 16 --length 128 --out m/lm/2
+      fornax export --model hf --function logits score --batch 1 16 --length 128 --out models/lm/1
       fornax export --function my_model.py:make --out models/ranker/1
       fornax export --inspect models/lm/1
       fornax export --diff models/lm/1 models/lm/2
@@ -51,6 +48,10 @@ class Arguments:
         arg(metavar="{float32,bfloat16}", help_behavior_hint=""),
     ] = None
     """Type of a model's weights (default: as they are stored)."""
+    size: Annotated[str | None, arg(metavar="WxH", help_behavior_hint="")] = None
+    """Width and height in pixels for denoise (default: the model's)."""
+    frames: Annotated[int | None, arg(metavar="INT", help_behavior_hint="")] = None
+    """Of a video for denoise (default: the model's)."""
     pooling: Annotated[
         Literal["mean", "last"] | None, arg(metavar="{mean,last}", help_behavior_hint="")
     ] = None
@@ -62,7 +63,7 @@ class Arguments:
     overwrite: Annotated[bool, NO_DEFAULT] = False
     """Replace a bundle that exists."""
     inspect: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
-    """Verify and print a bundle."""
+    """Verify a bundle and print it all."""
     diff: Annotated[tuple[Path, Path] | None, arg(metavar="A B", help_behavior_hint="")] = None
     """Compare signatures, graphs, weights, and outputs on the golden inputs."""
     json: Annotated[bool, NO_DEFAULT] = False
@@ -107,7 +108,7 @@ def run(arguments: Arguments) -> int:
     return 0
 
 
-_MODEL_ONLY = ("batch", "length", "dtype", "pooling")
+_MODEL_ONLY = ("batch", "length", "dtype", "size", "frames", "pooling")
 _MAKING = (*_MODEL_ONLY, "out", "platforms", "executables", "overwrite")
 
 
@@ -115,13 +116,13 @@ def _refuse_others(arguments: Arguments, chosen: Sequence[str]) -> None:
     """No flag is accepted and ignored."""
     if chosen:
         for name in _MAKING:
-            if getattr(arguments, name):
+            if getattr(arguments, name) not in (None, (), False):
                 raise ConfigError(f"--{name} has no effect with --{chosen[0]}; leave it out")
     elif arguments.json:
         raise ConfigError("--json is for --inspect and --diff; leave it out")
     elif arguments.model is None:
         for name in _MODEL_ONLY:
-            if getattr(arguments, name):
+            if getattr(arguments, name) not in (None, ()):
                 raise ConfigError(
                     f"--{name} is for a model; your own function says it in what it returns"
                 )
@@ -143,6 +144,9 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     options = _options(arguments)
     if is_diffusion_run(model) or is_pipeline(model) or arguments.function == ("denoise",):
         return _export_denoiser(arguments, model, out)
+    for name in ("size", "frames"):
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} is for models that draw; {model} is a language model")
     if arguments.batch:
         options["batch"] = arguments.batch
     if arguments.length:
@@ -157,6 +161,7 @@ def _export_model(arguments: Arguments, model: Path, out: Path) -> "Manifest":
 def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest":
     from fornax.diffusion.exporting import export_denoiser
     from fornax.diffusion.load import is_diffusion_run, open_tuned
+    from fornax.diffusion.pipelines import parse_size
     from fornax.diffusion.pipelines.exporting import export_pipeline
     from fornax.mesh import parse_dtype
 
@@ -171,6 +176,10 @@ def _export_denoiser(arguments: Arguments, model: Path, out: Path) -> "Manifest"
         options["batch"] = arguments.batch
     if arguments.dtype is not None:
         options["dtype"] = parse_dtype(arguments.dtype)
+    if arguments.size is not None:
+        options["size"] = parse_size(arguments.size)
+    if arguments.frames is not None:
+        options["frames"] = arguments.frames
     whole = not is_diffusion_run(model) or open_tuned(model) is not None
     return (export_pipeline if whole else export_denoiser)(model, out, **options)
 

@@ -39,6 +39,7 @@ def export_pipeline(
     *,
     batch: Sequence[int] = (1, 8),
     size: Size | None = None,
+    frames: int | None = None,
     dtype: DTypeLike | None = None,
     **options: Any,
 ) -> "Manifest":
@@ -55,11 +56,13 @@ def export_pipeline(
       out: the bundle to make.
       batch: rows that it is compiled for.
       size: height and width in pixels; None for the model's.
+      frames: of a video; None for the model's.
       dtype: of the weights; None for what is stored.
       **options: further ones of `export.save`.
 
     Raises:
-      ConfigError, CheckpointError: from `load_pipeline`; a model that receives images.
+      ConfigError, CheckpointError: from `load_pipeline`; a model that receives images; a size or
+        frames that it does not draw.
       BundleError: from `export.save`.
     """
     # Attention in bfloat16 would go to a GPU's own library.
@@ -70,7 +73,7 @@ def export_pipeline(
             f"{model} receives images beside its prompts, which denoise does not take; draw with "
             "fornax diffusion sample, or export a model that draws from prompts"
         )
-    job = plan(pipeline, ImageRequest(size=size))
+    job = plan(pipeline, ImageRequest(size=size, frames=frames))
     fields = {
         name: getattr(job.condition, field)
         for name, field in _NAMES.items()
