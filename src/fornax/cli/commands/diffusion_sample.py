@@ -42,7 +42,7 @@ class Arguments:
     negative: Annotated[str | None, arg(metavar="TEXT", help_behavior_hint="")] = None
     """What to avoid."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("image.png")
-    """.png, .jpg or .webp; of a video .mp4, .webp, .gif or .png."""
+    """.png, .jpg, .webp; videos .mp4, .webp, .gif, .png."""
     count: int = 1
     """Images of each prompt."""
     seed: int = 0
