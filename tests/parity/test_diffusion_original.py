@@ -61,7 +61,11 @@ def test_unets_of_single_files_have_the_original_names(case: str, tmp_path: Path
     tensors = stored(unet, names, "model.diffusion_model.")
     theirs = {name: torch.tensor(array) for name, array in tensors.items()}
     check(convert_ldm_unet_checkpoint(theirs, dict(model.config)), tmp_path / "folder")
-    save_file({**tensors, "other.weight": np.zeros(1, np.float32)}, tmp_path / "one.safetensors")
+    # As the text encoders of released files have.
+    others = {
+        "cond_stage_model.transformer.text_model.embeddings.position_ids": np.arange(77)[None]
+    }
+    save_file({**tensors, **others}, tmp_path / "one.safetensors")
     read = original.load_original_unet(tmp_path / "one.safetensors", config=unet.config)
     same(read, unet)
     with pytest.raises(ConfigError, match="text of width 24 is none of 768, 1024, 2048"):
@@ -80,6 +84,17 @@ def test_autoencoders_of_single_files_have_the_original_names(tmp_path: Path) ->
     save_file(tensors, tmp_path / "one.safetensors")
     read = original.load_original_autoencoder(tmp_path / "one.safetensors", config=ours.config)
     same(read, ours)
+    extra = {"first_stage_model.more": np.zeros(1, np.float32)}
+    save_file({**tensors, **extra}, tmp_path / "more.safetensors")
+    with pytest.raises(CheckpointError, match=r"which its config has no place for; .* config="):
+        original.load_original_autoencoder(tmp_path / "more.safetensors", config=ours.config)
+    alone = {name.removeprefix("first_stage_model."): x for name, x in tensors.items()}
+    save_file(alone, tmp_path / "alone.safetensors")
+    same(
+        original.load_original_autoencoder(tmp_path / "alone.safetensors", config=ours.config), ours
+    )
+    with pytest.raises(ConfigError, match="differ in their scale"):
+        original.load_original_autoencoder(tmp_path / "alone.safetensors")
 
 
 def test_attention_of_older_files_is_read(tmp_path: Path) -> None:

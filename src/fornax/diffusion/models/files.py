@@ -373,6 +373,9 @@ def _check(
     stored: Mapping[str, StoredTensor],
 ) -> None:
     """Compare what the files hold with what the config needs."""
+    said, use = "config.json", "give the config.json that these weights were saved with"
+    if not folder.is_dir():
+        said, use = "its config", "take a whole file of that model, or give config= of this one"
     names = {tensor.name for tensor in tensors}
     missing = [name for name in names if name not in stored]
     unknown = [name for name in stored if name not in names]
@@ -381,17 +384,13 @@ def _check(
         if missing:
             parts.append(f"lacks {first_few(sorted(missing))}")
         if unknown:
-            parts.append(f"holds {first_few(sorted(unknown))}, which config.json has no place for")
-        raise CheckpointError(
-            f"{folder} {' and '.join(parts)}; give the config.json that these weights were saved "
-            "with"
-        )
+            parts.append(f"holds {first_few(sorted(unknown))}, which {said} has no place for")
+        raise CheckpointError(f"{folder} {' and '.join(parts)}; {use}")
     for tensor in tensors:
         found = stored[tensor.name].shape
         if found != tensor.shape:
             raise CheckpointError(
-                f"{folder}: {tensor.name} is {found}, and config.json makes it {tensor.shape}; "
-                "give the config.json that these weights were saved with"
+                f"{folder}: {tensor.name} is {found}, and {said} makes it {tensor.shape}; {use}"
             )
 
 

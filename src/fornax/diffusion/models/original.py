@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fornax.checkpoint.safetensors_file import StoredTensor, open_file
+from fornax.checkpoint.safetensors_file import DTYPES, FLOATS, StoredTensor, open_file
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion.models import files
 from fornax.diffusion.models.autoencoders.components import AUTOENCODER_KL, kl_keys
@@ -82,11 +82,17 @@ def load_original_unet(
 def load_original_autoencoder(
     file: str | Path, *, config: KLConfig | None = None, **options: Any
 ) -> AutoencoderKL:
-    """The autoencoder of a single file, or of one that holds nothing else; arguments and errors are
-    as of `load_original_unet`."""
+    """The autoencoder of a single file, or with a config of one that holds nothing else; arguments
+    and errors are as of `load_original_unet`."""
     path = Path(file)
     stored = _opened(path)
-    own = stored if "decoder.conv_in.weight" in stored else _under(_KL, stored, path)
+    alone = "decoder.conv_in.weight" in stored
+    if alone and config is None:
+        raise ConfigError(
+            f"{path} holds an autoencoder alone, and those of Stable Diffusion 1 and XL differ in "
+            "their scale, which is in no tensor; give config=KLS[4, False], or KLS[4, True] for XL"
+        )
+    own = _under("" if alone else _KL, stored, path)
     xl = any(name.startswith("conditioner.") for name in stored)
     config = _kl_of(own, xl, path) if config is None else config
     keys = original_kl_keys(config)
@@ -96,7 +102,7 @@ def load_original_autoencoder(
 def _opened(path: Path) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not a file; give one safetensors file")
-    return open_file(path)
+    return open_file(path, DTYPES)  # text encoders have int64 positions
 
 
 def _under(prefix: str, stored: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
@@ -107,6 +113,12 @@ def _under(prefix: str, stored: Mapping[str, StoredTensor], path: Path) -> dict[
             f"{path} has no tensor whose name begins with {prefix}; load a diffusers folder with "
             "load_component, or give a file of the original code"
         )
+    for name, tensor in own.items():
+        if tensor.dtype not in FLOATS.values():
+            raise CheckpointError(
+                f"{path}: {prefix}{name} is stored as {tensor.dtype.name}; weights are read as "
+                f"{', '.join(dtype.name for dtype in FLOATS.values())}: save it as one of these"
+            )
     return own
 
 
