@@ -33,7 +33,7 @@ from fornax.diffusion.prompts import (
     text_arrays,
 )
 
-__all__ = ["FACTS", "Facts", "facts_of", "flops_per_image", "make_network"]
+__all__ = ["FACTS", "Facts", "check_read", "facts_of", "flops_per_image", "make_network"]
 
 FACTS = "diffusion.json"
 
@@ -145,12 +145,16 @@ def network_config(config: DiffusionConfig, facts: Facts) -> TransformerConfig |
         )
     )
     if isinstance(config.data, EncodedConfig):
-        _check_read(config.data, found)
+        check_read(config.data, found)
     return found
 
 
-def _check_read(data: EncodedConfig, config: TransformerConfig | UNetConfig) -> None:
-    """Refuse arrays of the data that the network would not read."""
+def check_read(data: EncodedConfig, config: TransformerConfig | UNetConfig) -> None:
+    """Refuse arrays of the data that the network would not read.
+
+    Raises:
+      ConfigError: with the key of one.
+    """
     read = takes(config)
     for name in data.arrays:
         if NAMES[name] not in read:

@@ -41,7 +41,7 @@ from fornax.diffusion.pipelines.load import open_parts, pipeline_of
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts
 from fornax.diffusion.run import opened, tuning_images, tuning_task
-from fornax.diffusion.setup import Facts, sizes_of
+from fornax.diffusion.setup import Facts, check_read, sizes_of
 from fornax.diffusion.task import check_sizes, examples_task, rate_of, spread_captions
 from fornax.mesh import Rules, hosts, parse_dtype
 from fornax.train import PostTraining, Samples, Task, TrainResult
@@ -347,7 +347,9 @@ def _check_encoded(data: EncodedConfig, base: _Base, found: Examples) -> None:
 
     Raises:
       DataError: they do not fit the denoiser.
+      ConfigError: it reads others beside them, or not all.
     """
+    check_read(data, base.network.denoiser.config)
     _, _, channels = base.pipeline.latent_shape(base.pipeline.size)
     if found.channels != channels:
         raise DataError(
@@ -363,6 +365,15 @@ def _check_encoded(data: EncodedConfig, base: _Base, found: Examples) -> None:
                 f"data.path={data.path}: {name} has shape {given and given[0]}, and the "
                 f"text encoders of {base.parts.folder} give {want[name].shape}; encode the "
                 "captions with these"
+            )
+    images = isinstance(base.network.denoiser.config, TransformerConfig)
+    keys = {"sizes": None if images else "sizes to true", "guidance": "guidance, such as 1"}
+    for name, field in NAMES.items():
+        if field in base.network.takes and name not in (*data.arrays, "text_mask"):
+            key = keys.get(name)
+            raise ConfigError(
+                f"{base.parts.folder} receives {name} beside what data.path={data.path} has; "
+                + (f"set data.{key}" if key else "take images or videos, which this run encodes")
             )
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fornax.config.errors import CheckpointError, ConfigError, DataError
 from fornax.diffusion.pipelines import References, load_pipeline, parse_size
-from fornax.diffusion.pipelines.load import PIPELINES
+from fornax.diffusion.pipelines.load import PIPELINES, open_parts
 from fornax.diffusion.pipelines.pictures import (
     FORMATS,
     encode_picture,
@@ -138,6 +138,13 @@ def test_what_is_no_model_is_refused(tmp_path):
     index.write_text('{"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet"]}')
     with pytest.raises(ConfigError, match="names no tokenizer"):
         load_pipeline(tmp_path)
+    index.write_text(
+        '{"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}'
+    )
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    with pytest.raises(ConfigError, match=r"holds AutoencoderKLWan, and .* says AutoencoderKL;"):
+        open_parts(tmp_path).module("vae")
     index.write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):
         load_pipeline(tmp_path)

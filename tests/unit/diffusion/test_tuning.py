@@ -381,6 +381,9 @@ def test_encoded_examples_of_other_encoders_are_refused(sd, photos, tmp_path):
         )
         with pytest.raises(DataError, match=said):
             tune(config_of(sd, photos, data=wrong), tmp_path / "run", progress="none")
+    more = dataclasses.replace(wrong, guidance=3.0)
+    with pytest.raises(ConfigError, match=r"has guidance, .* set data\.guidance to null"):
+        tune(config_of(sd, photos, data=more), tmp_path / "run", progress="none")
 
 
 def test_a_prior_has_an_equal_share_and_its_own_weight(photos, tmp_path):

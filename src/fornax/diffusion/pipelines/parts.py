@@ -88,9 +88,10 @@ class Parts:
         """A component's module; options are those of `load_component`.
 
         Raises:
-          ConfigError: the pipeline has none of the name.
+          ConfigError: the pipeline has none of the name, or one of another class.
         """
         if name not in self.modules:
+            self._check_class(name)
             dtype = self._dtype
             if name == "vae" and dtype is not None and jnp.dtype(dtype) == jnp.float16:
                 dtype = jnp.float32  # its activations overflow float16
@@ -99,6 +100,23 @@ class Parts:
             at = self.folder / name if name in self.controls else self.at(name)
             self.modules[name] = load_component(at, **given) if own is None else own
         return self.modules[name]
+
+    def _check_class(self, name: str) -> None:
+        """Refuse a part of another pipeline, whose tensors may have the same shapes."""
+        place = self.at(name)
+        library, wanted = self.index[name]
+        try:
+            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+            found = config.get("_class_name", wanted)
+        except (OSError, ValueError, AttributeError):
+            return  # `load_component` says so
+        # Files of DiT and PixArt before 0.30 have one name for both of them.
+        old = "Transformer2DModel" in (found, wanted)
+        if library == "diffusers" and found != wanted and not old:
+            raise ConfigError(
+                f"{place} holds {found}, and {self.folder / 'model_index.json'} says {wanted}; "
+                "copy the pipeline's own there"
+            )
 
     def language_model(self, name: str, layers: Sequence[int]) -> Callable[..., jax.Array]:
         """States of a language model: int32 tokens and mask [B, S] to [B, S, D].
