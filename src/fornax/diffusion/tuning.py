@@ -43,7 +43,7 @@ from fornax.diffusion.pipelines.parts import Parts
 from fornax.diffusion.run import opened, tuning_images, tuning_task
 from fornax.diffusion.setup import Facts, check_read, sizes_of
 from fornax.diffusion.task import check_sizes, examples_task, rate_of, spread_captions
-from fornax.mesh import Rules, hosts, parse_dtype
+from fornax.mesh import Rules, fit_mesh, hosts, make_mesh, parse_dtype, tree_shardings
 from fornax.train import PostTraining, Samples, Task, TrainResult
 from fornax.train import train as run_trainer
 from fornax.train.state import trained_of
@@ -205,7 +205,26 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
             f"encode.guidance={config.encode.guidance:g}: {folder} is not told its guidance; leave "
             "it out"
         )
+    _check_layout(config, network)
     return _Base(parts=parts, pipeline=pipeline, network=network)
+
+
+def _check_layout(config: DiffusionTuneConfig, network: Network) -> None:
+    """Refuse, before anything is encoded, adapters that match nothing and a mesh that does not fit.
+
+    Raises:
+      ConfigError, ShardingError: with what does not fit.
+    """
+
+    def build() -> Network:
+        copy = nnx.clone(network)
+        if config.lora is not None:
+            adapters.attach(copy, config.lora, rngs=nnx.Rngs(0))
+        return copy
+
+    state = nnx.state(nnx.eval_shape(build))
+    fitted = fit_mesh(config.mesh, state, jax.device_count())
+    tree_shardings(state, make_mesh(fitted), fitted.resolved_rules())
 
 
 def _not_tuned(pipeline: Pipeline) -> str | None:

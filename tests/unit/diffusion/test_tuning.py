@@ -14,7 +14,7 @@ from tests.diffusion_folders import write_folder
 
 from fornax.adapters import LoRA
 from fornax.cli.main import main
-from fornax.config.errors import ConfigError, DataError
+from fornax.config.errors import ConfigError, DataError, ShardingError
 from fornax.diffusion.config import (
     DiffusionTuneConfig,
     EncodeConfig,
@@ -42,6 +42,7 @@ from fornax.diffusion.pipelines.clips import encode_video
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.run import tuning_images
 from fornax.diffusion.tuning import tune
+from fornax.mesh import MeshConfig
 from fornax.optim import Constant, OptimConfig
 
 RNG = np.random.default_rng(0)
@@ -328,6 +329,14 @@ def test_images_that_do_not_fit_a_folder_are_refused(sd, photos, tmp_path):
     odd = ImagesConfig(path=str(photos), resolution=15, multiple=5, max_aspect=1)
     with pytest.raises(ConfigError, match=r"must be multiples of 2.*set data\.resolution"):
         tune(config_of(sd, photos, data=odd), tmp_path / "odd", progress="none")
+    fine = dataclasses.replace(odd, multiple=16, resolution=16)
+    for change, error, said in (
+        ({"mesh": MeshConfig(tensor=3)}, ShardingError, "multiple of 3 devices"),
+        ({"lora": LoRA(rank=2, targets=("none",))}, ConfigError, "matches no module"),
+    ):
+        with pytest.raises(error, match=said):
+            tune(config_of(sd, photos, data=fine, **change), tmp_path / "run", progress="none")
+    assert not (tmp_path / "run" / "encoded").exists()
 
 
 def write_encoded(folder: Path, channels: int = 4, width: int = 32) -> None:
