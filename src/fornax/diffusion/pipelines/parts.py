@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.config.json_files import read_json_object
 from fornax.diffusion.models.components import load_component
+from fornax.diffusion.models.files import read_folder_config
 from fornax.diffusion.models.text import PromptTokenizer, load_prompt_tokenizer
 from fornax.diffusion.pipelines.scheduler import Scheduler, read_scheduler
 from fornax.llm.text import ChatTemplate
@@ -105,11 +106,7 @@ class Parts:
         """Refuse a part of another pipeline, whose tensors may have the same shapes."""
         place = self.at(name)
         library, wanted = self.index[name]
-        try:
-            config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-            found = config.get("_class_name", wanted)
-        except (OSError, ValueError, AttributeError):
-            return  # `load_component` says so
+        found = read_folder_config(place).get("_class_name", wanted)
         # Files of DiT and PixArt before 0.30 have one name for both of them.
         old = "Transformer2DModel" in (found, wanted)
         if library == "diffusers" and found != wanted and not old:
