@@ -111,6 +111,10 @@ def test_what_does_not_go_together_is_refused(folder: Path, plain: Path, tmp_pat
         with pytest.raises(ConfigError, match=said):
             with_controls(pipeline, [path], scales)
     shutil.rmtree(plain / "unet")
+    write_component(plain / "unet", "UNet2DConditionModel", {**UNET, "cross_attention_dim": 64})
+    with pytest.raises(ConfigError, match="states of width 32 and the unet reads 64"):
+        load_pipeline(plain)
+    shutil.rmtree(plain / "unet")
     write_component(plain / "unet", "UNet2DConditionModel", {**UNET, "in_channels": 9})
     with pytest.raises(ConfigError, match="except those that fill masks alone"):
         with_controls(load_pipeline(plain), [folder / "controlnet"])

@@ -119,6 +119,11 @@ def test_zero_terminal_snr_starts_from_pure_noise(tmp_path):
         ("DDIMScheduler", {"prediction_type": "x"}, "v_prediction"),
         ("DDPMScheduler", {"thresholding": True}, "thresholding"),
         ("FlowMatchEulerDiscreteScheduler", {"invert_sigmas": True}, "invert_sigmas"),
+        ("FlowMatchEulerDiscreteScheduler", {"shift": "3"}, "shift='3' is not a number"),
+        ("DDIMScheduler", {"num_train_timesteps": None}, "None is not a whole number"),
+        ("DDIMScheduler", {"beta_start": True}, "True is not a number"),
+        ("EulerDiscreteScheduler", {"use_karras_sigmas": "yes"}, "is not true or false"),
+        ("EulerDiscreteScheduler", {"timestep_spacing": "even"}, "use one of leading, trailing"),
     ],
 )
 def test_settings_that_are_not_known_are_refused(tmp_path, name, values, message):
@@ -145,9 +150,10 @@ def test_what_is_no_model_is_refused(tmp_path):
     (tmp_path / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
     with pytest.raises(ConfigError, match=r"holds AutoencoderKLWan, and .* says AutoencoderKL;"):
         open_parts(tmp_path).module("vae")
-    index.write_text("{")
-    with pytest.raises(CheckpointError, match="is not JSON"):
-        load_pipeline(tmp_path)
+    for text, said in (("{", "is not JSON"), ("[]", "holds a list")):
+        index.write_text(text)
+        with pytest.raises(CheckpointError, match=said):
+            load_pipeline(tmp_path)
 
 
 def test_an_image_to_draw_after_is_cut_around_its_middle():

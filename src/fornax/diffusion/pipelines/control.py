@@ -62,6 +62,8 @@ def check_control(control: Any, unet: Any, factor: int, path: object) -> None:
     """
     if not isinstance(control, ControlNet):
         raise ConfigError(f"{path} is not a ControlNet; name a folder of a ControlNetModel")
+    if not isinstance(unet, UNet):
+        raise ConfigError(f"{path} is a ControlNet, which adds to U-Nets; this model has none")
     own, config = control.config.unet, unet.config
     differs = [name for name in _SHARED if getattr(own, name) != getattr(config, name)]
     if differs:

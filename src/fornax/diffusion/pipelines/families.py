@@ -87,10 +87,22 @@ def latent_pipeline(
     )
 
 
+def _check_text(parts: Parts, width: int) -> None:
+    """Refuse text encoders of another model than the U-Net's."""
+    config = parts.module("unet").config
+    reads = config.text_input_dim or config.text_dims[0]
+    if reads != width:
+        raise ConfigError(
+            f"{parts.folder}: the text encoders give states of width {width} and the unet reads "
+            f"{reads}; take both from one model"
+        )
+
+
 def _stable_diffusion(parts: Parts) -> Pipeline:
     """Stable Diffusion 1 and 2: one CLIP, its last states after the norm."""
     tokenizer = parts.tokenizer("tokenizer")
     encoder = parts.module("text_encoder")
+    _check_text(parts, encoder.config.hidden_size)
     length = encoder.config.max_positions
     run = compiled(encoder, lambda encoder, tokens: encoder(tokens)[0])
 
@@ -106,6 +118,7 @@ def _stable_diffusion_xl(parts: Parts) -> Pipeline:
     names = [n for n in ("text_encoder", "text_encoder_2") if parts.has(n)]
     encoders = [parts.module(name) for name in names]
     tokenizers = [parts.tokenizer(n.replace("text_encoder", "tokenizer")) for n in names]
+    _check_text(parts, sum(encoder.config.hidden_size for encoder in encoders))
     runs = [compiled(e, lambda e, tokens: e(tokens, skip=1, norm=False)) for e in encoders]
     zeros = bool(parts.index.get("force_zeros_for_empty_prompt", True))
 

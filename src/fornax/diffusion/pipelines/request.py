@@ -100,6 +100,7 @@ def shown(
     if len(pictures) > 1 and not after:
         raise ConfigError(
             f"{len(pictures)} images are given, and this model starts from one; give one"
+            + (", or leave strength out to draw after all of them" if known is not None else "")
         )
     if pictures and starts:
         found["image"] = to_array(pictures[0], size, pipeline.channels)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
@@ -40,6 +40,25 @@ _BETAS: Mapping[str, Betas] = {
 _LEADING = {"DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "LCMScheduler", "TCDScheduler"}
 """Classes whose timesteps are `leading` where the file does not say."""
 
+_COUNTS = (
+    "num_train_timesteps",
+    "steps_offset",
+    "solver_order",
+    "original_inference_steps",
+    "base_image_seq_len",
+    "max_image_seq_len",
+)
+_NUMBERS = (
+    "beta_start",
+    "beta_end",
+    "shift",
+    "flow_shift",
+    "base_shift",
+    "max_shift",
+    "shift_terminal",
+    "clip_sample_range",
+)
+"""Settings by their type, beside those that begin with `use_`."""
 _MULTISTEP = {"DPMSolverMultistepScheduler", "UniPCMultistepScheduler"}
 
 
@@ -84,6 +103,7 @@ def read_scheduler(
         raise ConfigError(
             f"{file}: scheduler {name!r} is not known; {did_you_mean(str(name), _SAMPLERS)}"
         )
+    _check_kinds(values, file)
     if values.get("thresholding"):
         raise ConfigError(f"{file}: thresholding is not supported; set it to false")
     if name == "SCMScheduler":
@@ -91,6 +111,26 @@ def read_scheduler(
     if name.startswith("FlowMatch") or values.get("use_flow_sigmas"):
         return _flow(name, values, str(file), dynamic_shift)
     return _chain(name, values, str(file))
+
+
+def _check_kinds(values: Mapping[str, Any], file: Path) -> None:
+    """Refuse settings of another type than their own."""
+    kinds = dict.fromkeys(_COUNTS, int) | dict.fromkeys(_NUMBERS, float)
+    kinds |= dict.fromkeys((key for key in values if key.startswith("use_")), bool)
+    for key in sorted(kinds.keys() & values.keys()):
+        value, kind = values[key], kinds[key]
+        if value is None and (key == "shift_terminal" or kind is bool):
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = {bool: isinstance(value, bool), int: whole, float: whole or isinstance(value, float)}
+        if not fits[kind]:
+            words = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+            raise ConfigError(f"{file}: {key}={value!r} is not {words}; write one, or leave it out")
+    spacing = values.get("timestep_spacing")
+    if spacing is not None and spacing not in get_args(Spacing):
+        raise ConfigError(
+            f"{file}: timestep_spacing={spacing!r}; use one of {', '.join(get_args(Spacing))}"
+        )
 
 
 def _chain(name: str, values: Mapping[str, Any], where: str) -> Scheduler:
