@@ -483,3 +483,35 @@ def test_controlnets(tmp_path, xl, count):
         output_type="latent",
     ).images
     check(latents, first(want))
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_controlnet_from_an_image(tmp_path):
+    made = unets_with_controls(tmp_path, False, 1)
+    theirs = diffusers.StableDiffusionControlNetImg2ImgPipeline(
+        **made.components, requires_safety_checker=False
+    )
+    theirs.save_pretrained(tmp_path / "image")
+    noise, image = normal(1, 8, 8, 4), RNG.uniform(-1, 1, (16, 16, 3)).astype(np.float32)
+    edges = RNG.uniform(0, 1, (16, 16, 3)).astype(np.float32)
+    fields = {"size": (16, 16), "guidance": 4.0, "image": image, "strength": 0.5}
+    latents, _, _ = ours(tmp_path / "image", "a fox", None, noise, controls=(edges,), **fields)
+    # Its own noise comes from a generator, and its latents are drawn: both are given here.
+    mean = theirs.vae.encode(channels_first(image[None])).latent_dist.mean
+    theirs.scheduler.set_timesteps(STEPS)
+    sigma = theirs.scheduler.sigmas[STEPS // 2]
+    start = mean * theirs.vae.config.scaling_factor + sigma * channels_first(noise)
+    theirs.prepare_latents = lambda *args, **options: start
+    theirs.set_progress_bar_config(disable=True)
+    want = theirs(
+        prompt="a fox",
+        image=channels_first((image[None] + 1) / 2),
+        control_image=channels_first(edges[None]),
+        controlnet_conditioning_scale=1.0,
+        strength=0.5,
+        num_inference_steps=STEPS,
+        guidance_scale=4.0,
+        output_type="latent",
+    ).images
+    check(latents, first(want))
