@@ -81,9 +81,23 @@ class DiT:
     words besides in one sequence with the patches."""
 
     def network(self, data: Inputs) -> TransformerConfig:
-        """The whole config."""
+        """The whole config.
+
+        Raises:
+          ConfigError: a number that nothing in the data is for.
+        """
+        if data.text is None and self.text != "pooled":
+            raise ConfigError(
+                f"model.text={self.text} attends to the words of captions, and the data has none "
+                "(text is null, or labels); set model.text to pooled, or text.type to words"
+            )
+        if not data.videos and self.frame_patch != 1:
+            raise ConfigError(
+                f"model.frame_patch={self.frame_patch} is of videos, and the data has images; "
+                "leave it out, or set data.frames"
+            )
         words: Any = {}
-        if data.text is not None and self.text != "pooled":
+        if self.text != "pooled":
             words = {"text_width": data.text, "text": self.text}
         return DiTConfig(
             channels=data.channels,

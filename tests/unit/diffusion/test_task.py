@@ -434,3 +434,7 @@ def test_precomputed_texts_are_read_or_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             _encoded(dit, **arrays)
+    with pytest.raises(ConfigError, match=r"model\.text=joint attends to the words"):
+        _encoded(dataclasses.replace(dit, text="joint"))
+    with pytest.raises(ConfigError, match=r"model\.frame_patch=2 is of videos"):
+        _encoded(dataclasses.replace(dit, frame_patch=2))
