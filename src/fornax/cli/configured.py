@@ -44,7 +44,11 @@ def read_config(
 
 
 def is_diffusion_config(config: Path | None) -> bool:
-    """Whether a file is the config of a diffusion run, which says what kind of model it has."""
+    """Whether a file is the config of `fornax diffusion train`, by its kind of model or of data.
+
+    Raises:
+      ConfigError: it is one of `fornax diffusion tune`.
+    """
     import yaml
 
     if config is None or not config.is_file():
@@ -53,8 +57,17 @@ def is_diffusion_config(config: Path | None) -> bool:
         found = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return False  # reading it says what is wrong
-    model = found.get("model") if isinstance(found, dict) else None
-    return isinstance(model, dict) and "type" in model
+    if not isinstance(found, dict):
+        return False
+    model, data = found.get("model"), found.get("data")
+    images = isinstance(data, dict) and data.get("type") in ("images", "letters", "encoded")
+    if images and isinstance(model, str):
+        raise ConfigError(
+            f"{config} is a config of fornax diffusion tune, and this command reads those of "
+            "fornax diffusion train; write the model that is tuned as model: {type: transformer, "
+            "config: ...}, or a dit of its sizes"
+        )
+    return images or (isinstance(model, dict) and "type" in model)
 
 
 def print_keys(cls: type, prefix: str = "") -> None:

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from fornax.cli.commands.diffusion_train import with_images
+from fornax.cli.configured import is_diffusion_config
 from fornax.cli.main import main
 
 
@@ -46,3 +47,15 @@ def test_what_is_missing_is_said(command, flags, said, capsys, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     assert main(["diffusion", command, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_config_is_told_by_its_data(tmp_path: Path, capsys) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("data: {type: letters}\n")
+    assert is_diffusion_config(config)
+    config.write_text("data: {path: a.jsonl}\n")
+    assert not is_diffusion_config(config)
+    config.write_text("model: sdxl/\ndata: {type: images, path: photos}\n")
+    for command in ("preflight", "plan"):
+        assert main([command, "--config", str(config)]) == 2
+        assert "is a config of fornax diffusion tune" in capsys.readouterr().err
