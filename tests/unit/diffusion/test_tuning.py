@@ -14,7 +14,7 @@ from tests.diffusion_folders import write_folder
 
 from fornax.adapters import LoRA
 from fornax.cli.main import main
-from fornax.config.errors import ConfigError, DataError, ShardingError
+from fornax.config.errors import CheckpointError, ConfigError, DataError, ShardingError
 from fornax.diffusion.config import (
     DiffusionTuneConfig,
     EncodeConfig,
@@ -462,7 +462,7 @@ def test_files_of_adapters_that_are_refused(sd, tmp_path):
 
     def said(**arrays):
         save_file({name.replace("__", "."): a for name, a in arrays.items()}, tmp_path / "a")
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises((CheckpointError, ConfigError)) as error:
             with_adapters(base, merged=(str(tmp_path / "a"),))
         return str(error.value)
 
@@ -472,6 +472,13 @@ def test_files_of_adapters_that_are_refused(sd, tmp_path):
     assert "of that alone" in said(**{"text_encoder.q.lora_A.weight": a})
     assert "near it is" in said(**{f"{module}x.lora_A.weight": a, f"{module}x.lora_B.weight": b})
     assert "A and B are needed" in said(**{f"{module}.lora_A.weight": a})
+    twice = {f"{module}.lora_A.weight": a, f"{module}.lora.down.weight": a}
+    assert "under another name" in said(**twice)
+    for name, bad in (
+        (f"{module}.alpha", np.ones(2, np.float32)),
+        (f"{module}.lora_A.weight", a + np.inf),
+    ):
+        assert "save the adapter again" in said(**{name: bad})
     wide = np.zeros((2, 15), np.float32)
     shapes = said(**{f"{module}.lora_A.weight": wide, f"{module}.lora_B.weight": b})
     assert "(16, 16)" in shapes

@@ -354,24 +354,31 @@ def _stored(file: Path, prefix: str, config: Any) -> dict[str, dict[str, np.ndar
     for name, tensor in tensors.items():
         own = name.removeprefix(_PEFT_PREFIX).removeprefix(f"{prefix}.")
         match = _NAME.fullmatch(own)
-        kohya = _KOHYA.fullmatch(match[1]) if match else None
-        if match and kohya:
-            if kohya[1] not in names:
-                raise ConfigError(
-                    f"{file}: {name} names no linear layer of {config.class_name}; take an adapter "
-                    "of this model, or load the file with diffusers' load_lora_weights and write "
-                    "it with save_lora_weights"
-                )
-            part = _PARTS[match[2] or match[3]]
-            found.setdefault(names[kohya[1]], {})[part] = np.asarray(tensor.view(), np.float32)
-            continue
         if own.startswith(("text_encoder", "lora_te", "unet.", "transformer.")) or match is None:
             raise ConfigError(
                 f"{file}: {name} is not an A, B or alpha of a linear layer of the {prefix}; only "
                 f"plain LoRA of the {prefix} is read: take an adapter of that alone"
             )
+        module, kohya = match[1], _KOHYA.fullmatch(match[1])
+        if kohya and kohya[1] not in names:
+            raise ConfigError(
+                f"{file}: {name} names no linear layer of {config.class_name}; take an adapter of "
+                "this model, or load the file with diffusers' load_lora_weights and write it with "
+                "save_lora_weights"
+            )
+        parts = found.setdefault(names[kohya[1]] if kohya else module, {})
         part = _PARTS[match[2] or match[3]]
-        found.setdefault(match[1], {})[part] = np.asarray(tensor.view(), np.float32)
+        if part in parts:
+            raise ConfigError(
+                f"{file}: {name} is there under another name too; keep one of the two adapters"
+            )
+        array = np.asarray(tensor.view(), np.float32)
+        if not np.isfinite(array).all() or (part == "alpha" and array.size != 1):
+            raise CheckpointError(
+                f"{file}: {name}, {array.shape}, is not finite, or an alpha of several numbers; "
+                "save the adapter again"
+            )
+        parts[part] = array
     if not found:
         raise CheckpointError(f"{file} holds no adapter; save it again")
     return found
@@ -403,7 +410,7 @@ def _scale(
     config: Mapping[str, Any], name: str, parts: Mapping[str, np.ndarray], rank: int
 ) -> float:
     if "alpha" in parts:
-        return float(parts["alpha"]) / rank
+        return parts["alpha"].item() / rank
     if "lora_alpha" not in config:
         return 1.0
     alpha = config["lora_alpha"]
