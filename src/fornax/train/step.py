@@ -68,11 +68,17 @@ class StepParts:
 
 
 def batch_shardings(batch: Batch, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-    """Where the arrays of a batch lie: rows over `batch`, the dimension of length over `length`."""
+    """Where the arrays of a batch lie: rows over `batch`, the dimension of length over `length`.
+
+    Images and videos become tokens inside the network alone; what is beside them is as wide as a
+    text or a vector, which no mesh need divide.
+    """
     tokens = batch.get("tokens")
 
     def axes(x: Any) -> tuple[str | None, ...]:
         names: list[str | None] = ["batch", *[None] * (x.ndim - 1)]
+        if "images" in batch:
+            return tuple(names)
         length = (1 if x.ndim == 2 else None) if tokens is None else _length_of(x, tokens)
         if length is not None:
             names[length] = "length"

@@ -66,7 +66,7 @@ def test_tiles_of_a_local_function_blend_into_the_whole():
     np.testing.assert_allclose(found, 2 * x + 1, atol=1e-6)
     with pytest.raises(ConfigError, match=r"size=2 .* use a size of 8"):
         tiled(lambda tile: tile, x, Tiling(size=2), side=2, out=0)
-    for size, fits in ((100, 96), (40, 64)):  # one is no multiple of 8, a quarter of one is none
+    for size, fits in ((100, 96), (40, 64)):  # one is not a multiple of 8, nor is a quarter of one
         with pytest.raises(ConfigError, match=f"not the same pixels; use a size of {fits}"):
             tiled(lambda tile: tile, x, Tiling(size=size), side=size, out=size // 8)
     with pytest.raises(ConfigError, match="less than 1"):

@@ -78,3 +78,16 @@ def test_a_global_batch_holds_the_rows_where_the_rules_say():
 def test_what_padding_costs_is_said(batch_size: int, shards: int, accumulate: int, said: Any):
     text = padding_text(batch_size, shards, accumulate)
     assert text is None if said is None else re.search(said, str(text)), text
+
+
+def test_what_is_beside_images_need_not_divide_over_the_length():
+    """LTX-Video's three sizes and CLIP's 77 tokens on a mesh that divides long videos."""
+    mesh = make_mesh(MeshConfig(data=4, fsdp=1, context=2))
+    local = {
+        "images": np.zeros((8, 3, 4, 4, 2), np.float32),
+        "sizes": np.ones((8, 3), np.float32),
+        "text_mask": np.ones((8, 77), np.int32),
+    }
+    shapes = abstract_batch(local, Hosts(), mesh, DEFAULT_RULES)
+    assert {s.sharding.shard_shape(s.shape)[0] for s in shapes.values()} == {2}
+    assert shapes["sizes"].sharding.shard_shape((8, 3)) == (2, 3)
