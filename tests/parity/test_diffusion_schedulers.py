@@ -111,6 +111,19 @@ def test_ddim(spacing, eta, kind, monkeypatch):
     close(ours(samplers.ddim(schedule, eta), start, kind), expected)
 
 
+def test_ddim_to_the_smallest_noise(monkeypatch):
+    """Whose last step begins there, and changes nothing."""
+    scheduler = diffusers.DDIMScheduler(
+        **CHAIN, timestep_spacing="leading", clip_sample=False, set_alpha_to_one=False
+    )
+    scheduler.set_timesteps(10)
+    schedule = Discrete(BETAS).schedule(10, "leading", last="smallest")
+    np.testing.assert_array_equal(schedule.t, scheduler.timesteps.numpy())
+    start = noise()
+    expected = theirs(scheduler, start, "noise", schedule, monkeypatch)
+    close(ours(samplers.ddim(schedule), start, "noise"), expected)
+
+
 def test_ddim_from_pure_noise(monkeypatch):
     scheduler = diffusers.DDIMScheduler(
         **CHAIN,

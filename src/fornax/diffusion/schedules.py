@@ -209,7 +209,8 @@ class Discrete:
         Args:
           t: (N,) whole timesteps in [0, T).
           last: where the run ends: without noise, or at the chain's smallest noise, which
-            leaves that noise in the result and is there for models trained to end so.
+            leaves that noise in the result and is there for models trained to end so. A last step
+            that begins there would change nothing and is left out.
         """
         t = np.asarray(t, np.float64)
         if t.size == 0 or t.min() < 0 or t.max() >= len(self.betas):
@@ -260,6 +261,8 @@ class Discrete:
 
     def _ending(self, t: Float, alpha: Float, sigma: Float, last: str) -> Schedule:
         end = (1.0, 0.0) if last == "zero" else tuple(float(v[0]) for v in self.levels([0]))
+        if last == "smallest" and t[-1] == 0:
+            t, alpha, sigma = t[:-1], alpha[:-1], sigma[:-1]
         return Schedule(
             path="vp",
             t=np.append(t, 0.0),

@@ -161,6 +161,8 @@ def _chain(name: str, values: Mapping[str, Any], where: str) -> Scheduler:
             return chain.schedule(steps, spacing, offset=offset, last=last)
         # Of one timestep more they leave out the last.
         more = chain.schedule(steps + 1, spacing, offset=offset, last=last)
+        if more.steps == steps:
+            return more
         t, alpha, sigma = (np.delete(x, -2) for x in (more.t, more.alpha, more.sigma))
         return dataclasses.replace(more, t=t, alpha=alpha, sigma=sigma)
 
