@@ -92,18 +92,17 @@ class Parts:
           ConfigError: the pipeline has none of the name, or one of another class.
         """
         if name not in self.modules:
-            self._check_class(name)
             dtype = self._dtype
             if name == "vae" and dtype is not None and jnp.dtype(dtype) == jnp.float16:
                 dtype = jnp.float32  # its activations overflow float16
             given = {"dtype": dtype, "compute_dtype": self._compute_dtype, **options}
             own = self._denoiser if name == self.denoiser else None
-            at = self.folder / name if name in self.controls else self.at(name)
+            at = self.folder / name if name in self.controls else self._of_class(name)
             self.modules[name] = load_component(at, **given) if own is None else own
         return self.modules[name]
 
-    def _check_class(self, name: str) -> None:
-        """Refuse a part of another pipeline, whose tensors may have the same shapes."""
+    def _of_class(self, name: str) -> Path:
+        """A part's folder, but not of another pipeline, whose tensors may have the same shapes."""
         place = self.at(name)
         library, wanted = self.index[name]
         found = read_folder_config(place).get("_class_name", wanted)
@@ -114,6 +113,7 @@ class Parts:
                 f"{place} holds {found}, and {self.folder / 'model_index.json'} says {wanted}; "
                 "copy the pipeline's own there"
             )
+        return place
 
     def language_model(self, name: str, layers: Sequence[int]) -> Callable[..., jax.Array]:
         """States of a language model: int32 tokens and mask [B, S] to [B, S, D].
