@@ -64,7 +64,7 @@ class EncodedExamples:
             raise DataError(f"{file} has no {', '.join(missing)}; encode its examples again")
         count = tensors["latents"].shape[0]
         for name, shape in wanted.items():
-            if name != "text_mask" and name in tensors:
+            if name not in ("text_mask", "sizes") and name in tensors:
                 _check_dtype(file, name, tensors[name].dtype)
             if name in tensors and tensors[name].shape != (count, *shape):
                 raise DataError(
