@@ -323,13 +323,15 @@ def _file(path: Path) -> tuple[Path, Path | None]:
     return path, None
 
 
-def _flat(config: Any) -> dict[str, str]:
+@functools.cache
+def _flat(config: Any) -> Mapping[str, str]:
     """The names of `_tensors` by those with "_" for "."."""
     names = [tensor.name.removesuffix(".weight") for tensor in _tensors(config)]
     return {name.replace(".", "_"): name for name in names}
 
 
-def _flat_original(config: UNetConfig) -> dict[str, str]:
+@functools.cache
+def _flat_original(config: UNetConfig) -> Mapping[str, str]:
     """`_flat` by the names of the original code."""
     theirs = plan(_abstract(config), original_unet_keys(config))
     places = {(t.slots[0].path, t.slots[0].layer): t.name for t in theirs}
@@ -345,12 +347,12 @@ def _stored(file: Path, prefix: str, config: Any) -> dict[str, dict[str, np.ndar
     """Parts A, B and perhaps alpha by module."""
     found: dict[str, dict[str, np.ndarray]] = {}
     tensors = open_file(file)
-    names: dict[str, str] = {}
+    names: Mapping[str, str] = {}
     if any(_KOHYA.match(name) for name in tensors):
         names = _flat(config)
         original = any(m[1].startswith(_ORIGINAL) for m in map(_KOHYA.match, tensors) if m)
         if original and isinstance(config, UNetConfig):
-            names |= _flat_original(config)
+            names = {**names, **_flat_original(config)}
     for name, tensor in tensors.items():
         own = name.removeprefix(_PEFT_PREFIX).removeprefix(f"{prefix}.")
         match = _NAME.fullmatch(own)
