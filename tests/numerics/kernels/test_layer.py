@@ -185,10 +185,11 @@ def test_rotary_embedding_agrees_with_float64(
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_gradient_of_a_rotary_embedding_turns_back(interleaved) -> None:
+@pytest.mark.parametrize("pairs", [5, 6])
+def test_gradient_of_a_rotary_embedding_turns_back(pairs, interleaved) -> None:
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, 1, 3, 2, 12))
-    angles = rng.uniform(-3, 3, size=(1, 3, 5))
+    angles = rng.uniform(-3, 3, size=(1, 3, pairs))
     cos, sin = jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
     _, back = jax.vjp(
         lambda x: kernels.rotary_embedding(x, cos, sin, interleaved), jnp.asarray(x, jnp.float32)

@@ -92,15 +92,25 @@ def _formula(
     half = cos.shape[-1]
     if interleaved:
         x_BTNH = _halves(x_BTNH, half)
-    first, second, rest = jnp.split(x_BTNH.astype(jnp.float32), (half, 2 * half), axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-    return jnp.concatenate(rotated, axis=-1).astype(x_BTNH.dtype)
+    wide = x_BTNH.astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([*turned, *_rest(wide, half)], axis=-1).astype(x_BTNH.dtype)
 
 
 def _halves(x_BTNH: jax.Array, half: int) -> jax.Array:
     """The first numbers of all pairs, then the second ones, then what does not turn."""
-    pairs, rest = x_BTNH[..., : 2 * half], x_BTNH[..., 2 * half :]
-    return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], rest], axis=-1)
+    pairs = x_BTNH[..., : 2 * half]
+    return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], *_rest(x_BTNH, half)], axis=-1)
+
+
+def _rest(x_BTNH: jax.Array, half: int) -> list[jax.Array]:
+    """What does not turn, if anything.
+
+    An empty slice in a loop makes XLA's conversion of jaxlib 0.12 drop the attributes of the native
+    calls beside it ("No registered implementation for untyped custom call").
+    """
+    return [x_BTNH[..., 2 * half :]] if 2 * half < x_BTNH.shape[-1] else []
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
