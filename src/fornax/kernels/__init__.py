@@ -2,6 +2,7 @@
 
 from fornax.config.errors import KernelError
 from fornax.kernels._attention import AttentionCall, attention, attention_operation
+from fornax.kernels._checkpoint_name import checkpoint_name, keeping_bits
 from fornax.kernels._convolution import ConvolutionCall, convolution, convolution_operation
 from fornax.kernels._delta_rule import gated_delta_rule
 from fornax.kernels._exchange import exchange_rows
@@ -184,6 +185,7 @@ __all__ = [
     "build_native",
     "cache_has_codes",
     "cache_vector_bytes",
+    "checkpoint_name",
     "compiled_native",
     "convolution",
     "convolution_operation",
@@ -204,6 +206,7 @@ __all__ = [
     "grouped_matmul_operation",
     "grouped_tiles",
     "index_noise",
+    "keeping_bits",
     "kept",
     "lay_out_blocks",
     "linear",

@@ -26,6 +26,7 @@ from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _matmul
+from fornax.kernels._checkpoint_name import name_bits, wants_bits
 from fornax.kernels._packed import PackedWeight
 from fornax.kernels._products import over_rows, sum_products
 from fornax.kernels.registry import current_platform
@@ -79,7 +80,7 @@ def linear(x: jax.Array, w: jax.Array | Weight, *, inputs: int = 1) -> jax.Array
     if x.dtype != w.dtype:
         raise KernelError(f"linear: x is {x.dtype} and w {w.dtype}; cast both to one dtype")
     if current_platform() == "cpu":
-        return _linear(inputs, x, w)
+        return _linear(inputs, wants_bits(x), x, w)
     return lax.dot_general(x, w, (_axes(x, inputs), ((), ())))
 
 
@@ -112,16 +113,17 @@ def _axes(x: jax.Array, inputs: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _linear(inputs: int, x: jax.Array, w: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _linear(inputs: int, bits: bool, x: jax.Array, w: jax.Array) -> jax.Array:
+    del bits
     return _product(x, w, inputs=inputs)
 
 
-def _linear_jvp(inputs: int, primals: Any, tangents: Any) -> tuple[jax.Array, object]:
+def _linear_jvp(inputs: int, bits: bool, primals: Any, tangents: Any) -> tuple[jax.Array, object]:
     """Of an argument that is not differentiated, a frozen weight say, no product is made."""
     x, w = primals
     dx, dw = tangents
-    y = checkpoint_name(_product(x, w, inputs=inputs), LINEAR_OUTPUT)
+    y = (name_bits if bits else checkpoint_name)(_product(x, w, inputs=inputs), LINEAR_OUTPUT)
     parts = []
     if not isinstance(dx, SymbolicZero):
         parts.append(_tangent.bind(dx, w, inputs=inputs))
@@ -141,7 +143,8 @@ def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Arr
     shape = w.aval.shape
     lead = x.ndim - inputs
     sides = math.prod(shape[:inputs]), math.prod(shape[inputs:])
-    native = x.dtype == jnp.float32 and _matmul.runs(x.dtype, math.prod(x.shape[:lead]), *sides)
+    rows, form = math.prod(x.shape[:lead]), _matmul.LEFT_TRANSPOSED
+    native = x.dtype == jnp.float32 and _matmul.runs(x.dtype, rows, *sides, form=form)
     if native or sides[0] <= sides[1]:
         return over_rows(x, dy, lead)
     dw = over_rows(dy, x, lead)

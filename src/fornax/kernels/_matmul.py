@@ -3,8 +3,9 @@
 XLA's CPU backend repacks bfloat16 operands and starts its own threads in each product: a small
 model's reach a quarter of what these do. `matmul.cc` needs AVX512-BF16, and uses AMX tiles where
 there are any. `float32_matmul.cc` multiplies bfloat16 matrices for every other processor with AVX2.
-In float32 XLA's products are as fast as the processor with AVX-512; with AVX2 alone those of
-`float32_matmul.cc` take a tenth to a third less time, and no transposed operand is copied ahead.
+In float32 XLA's products are as fast as the processor with AVX-512, but those with a transposed
+left operand, which it copies ahead; with AVX2 alone those of `float32_matmul.cc` take a tenth to a
+third less time, and copy none ahead.
 
 Legend: M rows, K summed over, N columns.
 """
@@ -62,23 +63,25 @@ def _available(unit: str | None) -> bool:
     return unit is not None and on_one_cpu() and _native.unavailable(unit) is None
 
 
-def unit_of(dtype: DTypeLike) -> str | None:
+def unit_of(dtype: DTypeLike, form: int = PLAIN) -> str | None:
     """The unit that multiplies matrices of this dtype on this processor; None where XLA does."""
     if jnp.dtype(dtype) == jnp.bfloat16 and _has_bfloat16():
         return "matmul"
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
         return None
-    as_fast = jnp.dtype(dtype) == jnp.float32 and _native.has_features("avx512f")
-    return "float32_matmul" if _native.has_features("avx2", "fma") and not as_fast else None
+    xla = jnp.dtype(dtype) == jnp.float32 and form != LEFT_TRANSPOSED
+    if not _native.has_features("avx2", "fma") or (xla and _native.has_features("avx512f")):
+        return None
+    return "float32_matmul"
 
 
 def _has_bfloat16() -> bool:
     return _native.has_features("avx512_bf16", "avx512bw", "avx512vl")
 
 
-def runs(dtype: DTypeLike, *sizes: int) -> bool:
-    """Whether a kernel multiplies matrices of this dtype with sides M, N and K."""
-    unit = unit_of(dtype)
+def runs(dtype: DTypeLike, *sizes: int, form: int = PLAIN) -> bool:
+    """Whether a kernel multiplies matrices of this dtype with sides M, N and K in this form."""
+    unit = unit_of(dtype, form)
     large = min(sizes) >= _FEWEST and (unit == "matmul" or math.prod(sizes) >= LEAST)
     return large and _available(unit)
 

@@ -33,8 +33,8 @@ def sum_products(a: jax.Array, b: jax.Array, inputs: int, *, transposed: bool = 
     lead, outputs = a.ndim - inputs, b.ndim - inputs
     rows, out = a.shape[:lead], b.shape[:outputs] if transposed else b.shape[inputs:]
     M, K, N = math.prod(rows), math.prod(a.shape[lead:]), math.prod(out)
-    if a.dtype == b.dtype and _matmul.runs(a.dtype, M, K, N):
-        form = _matmul.RIGHT_TRANSPOSED if transposed else _matmul.PLAIN
+    form = _matmul.RIGHT_TRANSPOSED if transposed else _matmul.PLAIN
+    if a.dtype == b.dtype and _matmul.runs(a.dtype, M, K, N, form=form):
         b_2 = b.reshape(N, K) if transposed else b.reshape(K, N)
         return _matmul.matmul(a.reshape(M, K), b_2, form, a.dtype).reshape(*rows, *out)
     if transposed and inputs > 1 and _matmul.on_one_cpu():
@@ -61,9 +61,9 @@ def over_rows(
     m, n, R = a.shape[rows:], b.shape[rows:], math.prod(a.shape[:rows])
     M, N = math.prod(m), math.prod(n)
     result = a.dtype if dtype is None else jnp.dtype(dtype)
-    fits = result in (a.dtype, jnp.float32)
-    if fits and a.dtype == b.dtype and _matmul.runs(a.dtype, R, M, N):
-        found = _matmul.matmul(a.reshape(R, M), b.reshape(R, N), _matmul.LEFT_TRANSPOSED, result)
+    fits, form = result in (a.dtype, jnp.float32), _matmul.LEFT_TRANSPOSED
+    if fits and a.dtype == b.dtype and _matmul.runs(a.dtype, R, M, N, form=form):
+        found = _matmul.matmul(a.reshape(R, M), b.reshape(R, N), form, result)
         return found.reshape(*m, *n)
     if rows == 1:  # of several axes XLA makes rows again; one it takes for a layout by columns
         a, b, rows = a[None], b[None], 2

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from fornax import kernels
+from fornax.kernels import checkpoint_name
 from fornax.models.config import QueryScaling
 from fornax.models.context import LayerContext
 

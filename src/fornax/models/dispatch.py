@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from fornax import kernels
+from fornax.kernels import checkpoint_name
 from fornax.mesh import axes_in_use, dividing, mesh_in_use, shards
 from fornax.models.mlp import GatedActivation
 

@@ -11,10 +11,10 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
+from fornax.kernels import checkpoint_name
 from fornax.models.capacity import drop_tokens
 from fornax.models.config import DecoderConfig
 from fornax.models.context import LayerContext

@@ -17,10 +17,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
+from fornax.kernels import checkpoint_name
 from fornax.mesh import constrain
 from fornax.models.attend import LayerCache, Place
 from fornax.models.cache import Cache, DeltaState

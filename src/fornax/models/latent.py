@@ -14,10 +14,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from fornax.kernels import rotary_embedding
+from fornax.kernels import checkpoint_name, rotary_embedding
 from fornax.mesh import constrain
 from fornax.models.attend import AttendOptions, LayerCache, attend_uncached, grow_queries
 from fornax.models.config import DecoderConfig, LayerKind

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from fornax.kernels import checkpoint_name
 from fornax.mesh import constrain
 from fornax.models.attend import LayerCache, PassKeys
 from fornax.models.attention import Attention

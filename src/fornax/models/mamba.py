@@ -14,10 +14,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
+from fornax.kernels import checkpoint_name
 from fornax.models.config import DecoderConfig
 from fornax.models.gated_delta import (
     LinearAttention,

@@ -1,9 +1,10 @@
 """What the backward pass finds saved of each layer, and what it computes again.
 
-Activations of a layer carry names (`jax.ad_checkpoint.checkpoint_name`); a policy says which of
+Activations of a layer carry names (`kernels.checkpoint_name`); a policy says which of
 them, or which kinds of products, are kept on the device, and which wait in the host's memory.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -11,7 +12,7 @@ from typing import Any, Literal, get_args
 import jax
 
 from fornax.config.errors import ConfigError
-from fornax.kernels import LINEAR_OUTPUT
+from fornax.kernels import LINEAR_OUTPUT, keeping_bits
 from fornax.models.config import DecoderConfig
 
 __all__ = [
@@ -126,7 +127,13 @@ def rematerialise(
     if remat.policy == "none":
         return layer
     policy = _of_a_stage(_policy(remat)) if stages else _policy(remat)
-    return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
+
+    @functools.wraps(layer)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with keeping_bits():
+            return layer(*args, **kwargs)
+
+    return jax.checkpoint(kept, policy=policy, prevent_cse=prevent_cse)
 
 
 def keep_uncut(layer: Callable) -> Callable:

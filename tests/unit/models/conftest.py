@@ -178,9 +178,9 @@ of its tests, and all are run where there is time."""
 
 
 @functools.cache
-def decoder_of(name: str) -> Decoder:
+def decoder_of(name: str, compute_dtype: str | None = None) -> Decoder:
     """The model called `name` with every parameter drawn, biases and norms included."""
-    model = create_decoder(CONFIGS[name], seed=3)
+    model = create_decoder(CONFIGS[name], seed=3, compute_dtype=compute_dtype)
     graphdef, state = nnx.split(model)
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(4), len(leaves))

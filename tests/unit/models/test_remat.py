@@ -1,6 +1,7 @@
 """Remat policies change what is stored, never the loss or its gradients."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -10,9 +11,11 @@ import pytest
 from flax import nnx
 from tests.unit.models.conftest import decoder_of, tokens_of
 
-from fornax.config.errors import ConfigError
+from fornax import kernels
+from fornax.config.errors import ConfigError, KernelError
 from fornax.mesh import MeshConfig, make_mesh, tree_shardings, use_mesh
 from fornax.models import REMAT_NAMES, REMAT_POLICIES, Remat
+from fornax.models.remat import rematerialise
 
 IDS = np.array([[1] * 5 + [2] * 7, [0] * 3 + [1] * 9], np.int32)
 
@@ -22,8 +25,8 @@ NAMED = Remat(policy="names", save=("query", "attention", "mlp_up"))
 OFFLOADED = Remat(policy="names", save=("mlp_up",), offload=("layer_input", "key", "attention"))
 
 
-def _loss(name: str, remat: str | Remat) -> Any:
-    graphdef, state = nnx.split(decoder_of(name))
+def _loss(name: str, remat: str | Remat, dtype: str | None = None) -> Any:
+    graphdef, state = nnx.split(decoder_of(name, dtype))
 
     def loss(state: Any) -> jax.Array:
         model = nnx.merge(graphdef, state)
@@ -115,6 +118,43 @@ def test_gradients_on_a_mesh_are_those_of_one_device(remat: str | Remat) -> None
         found = jax.jit(jax.grad(loss))(placed)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * max(1.0, np.abs(other).max()))
+
+
+@pytest.mark.parametrize("remat", ["dots", NAMED], ids=str)
+def test_bfloat16_is_kept_as_bits_on_cpu(remat: str | Remat) -> None:
+    """Which changes no bit of a gradient."""
+
+    def kept() -> set[str]:
+        loss, state = _loss("biased", remat, "bfloat16")
+        _, vjp = jax.eval_shape(functools.partial(jax.vjp, loss), state)
+        return {leaf.dtype.name for leaf in jax.tree.leaves(vjp) if leaf.ndim > 3}
+
+    def gradients() -> Any:
+        loss, state = _loss("biased", remat, "bfloat16")
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(state))
+
+    assert "uint16" in kept()
+    with kernels.target_platform("tpu"):
+        assert "uint16" not in kept()
+    found = gradients()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fornax.models.remat.keeping_bits", nullcontext)
+        assert "uint16" not in kept()
+        expected = gradients()
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_second_derivatives_of_kept_bits_are_refused() -> None:
+    w = jnp.ones((16, 16), jnp.bfloat16)
+
+    def curvature(remat: str) -> jax.Array:
+        layer = rematerialise(lambda w: jnp.sin(kernels.linear(w, w)).sum(), remat)
+        return jax.grad(lambda w: jax.grad(layer)(w).astype(jnp.float32).sum())(w)
+
+    assert jnp.isfinite(curvature("none")).all()
+    with pytest.raises(KernelError, match="set remat to none, or compute in float32"):
+        curvature("dots")
 
 
 def test_offloaded_activations_wait_in_the_host_memory() -> None:

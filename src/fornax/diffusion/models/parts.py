@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.config.errors import ConfigError
+from fornax.kernels import checkpoint_name
 from fornax.mesh import constrain, dividing
 from fornax.models.projection import Projection, draw
 from fornax.models.scope import scoped

@@ -20,6 +20,7 @@ from fornax.kernels._attention.call import (
     fill,
 )
 from fornax.kernels._attention.sharded import over_mesh
+from fornax.kernels._checkpoint_name import name_bits, wants_bits
 
 __all__ = ["attend_native", "declines", "native", "pull_native"]
 
@@ -55,21 +56,22 @@ def native(inputs: AttentionInputs) -> jax.Array:
     options = inputs.score_options
     tokens = tuple(ids.astype(jnp.int32) for ids in fill(inputs))
     sinks_N = jnp.zeros((0,)) if inputs.sinks_N is None else inputs.sinks_N.astype(jnp.float32)
-    attend = functools.partial(_attend, options)
+    attend = functools.partial(_attend, options, wants_bits(inputs.q_BTNH))
     arrays = inputs.q_BTNH, inputs.k_BSKH, inputs.v_BSKH
     return over_mesh(attend, *arrays, tokens, sinks_N, balanced=inputs.balanced)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     options: ScoreOptions,
+    bits: bool,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     tokens: tuple[jax.Array, ...],
     sinks_N: jax.Array,
 ) -> jax.Array:
-    return _forward(options, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)[0]
+    return _forward(options, bits, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)[0]
 
 
 def attend_native(
@@ -141,6 +143,7 @@ def pull_native(
 
 def _forward(
     options: ScoreOptions,
+    bits: bool,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
@@ -149,12 +152,15 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     o_BTNH, lse_BNT = attend_native(options, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
     # Named, so that a remat policy that saves "attention" need not run the kernel again.
-    o_BTNH = checkpoint_name(o_BTNH, "attention")
+    o_BTNH = (name_bits if bits else checkpoint_name)(o_BTNH, "attention")
     lse_BNT = checkpoint_name(lse_BNT, "attention")
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT)
 
 
-def _backward(options: ScoreOptions, saved: tuple[Any, ...], do_BTNH: jax.Array) -> tuple[Any, ...]:
+def _backward(
+    options: ScoreOptions, bits: bool, saved: tuple[Any, ...], do_BTNH: jax.Array
+) -> tuple[Any, ...]:
+    del bits
     q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT = saved
     arrays = (q_BTNH, k_BSKH, v_BSKH)
     dq_BTNH, dk_BSKH, dv_BSKH = pull_native(options, *arrays, tokens, lse_BNT, o_BTNH, do_BTNH)

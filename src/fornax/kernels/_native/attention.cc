@@ -3,6 +3,9 @@
 // The algorithm is flash attention's (Dao 2023): a running maximum and sum per query forward; the
 // log-sum-exp saved; scores computed again backward. Blocks in which no query sees a key are skipped.
 //
+// All is computed in float32. What queries are multiplied with keys for, and slopes of the output with
+// values, is exact either way where those are bfloat16, so processors that multiply bfloat16 do.
+//
 // Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H key width,
 // W value width. q [B, T, N, H], k [B, S, K, H], v [B, S, K, W], o [B, T, N, W], lse [B, N, T].
 
@@ -10,6 +13,7 @@
 #include <cmath>
 #include <limits>
 
+#include "bfloat16_product.h"
 #include "simd.h"
 
 namespace fornax {
@@ -151,30 +155,98 @@ void gather_tokens(const int32_t* position, const int32_t* segment, int64_t coun
   }
 }
 
+// c[rows, kBlock] = x y^T, x a block of rows on the queries' side and y one of keys or values: as floats,
+// y transposed.
+template <typename T>
+struct RowProduct {
+  static constexpr bool kWide = true;
+
+  // Floats that a row of either takes.
+  static int64_t row(int64_t width) { return round_up(width, kLanes); }
+
+  // x as it is multiplied, of what `gather` made of the rows.
+  static const float* left(const T*, int64_t, int64_t, int64_t, const float* wide, float*) {
+    return wide;
+  }
+
+  static void right(const T*, int64_t, int64_t width, int64_t, const float* wide, int64_t padded,
+                    float* y) {
+    transpose_blocks(wide, padded, row(width), y);
+  }
+
+  static void run(int64_t rows, int64_t width, const float* x, const float* y, float* c) {
+    product(rows, kBlock, row(width), {x, row(width), 1}, y, kBlock, c, kBlock, false);
+  }
+};
+
+#if defined(FORNAX_BFLOAT16_PRODUCTS)
+// As bfloat16, without a factor.
+template <>
+struct RowProduct<Half> {
+  static constexpr bool kWide = false;
+
+  static int64_t row(int64_t width) { return tiles_of(width) * kDepth / 2; }
+
+  static const float* left(const Half* from, int64_t rows, int64_t width, int64_t stride,
+                           const float*, float* x) {
+    for (int64_t i = 0; i < blocks_of(rows); ++i) {
+      pack_rows({from, rows, width, stride}, i, reinterpret_cast<Half*>(x + i * kSide * row(width)));
+    }
+    return x;
+  }
+
+  static void right(const Half* from, int64_t rows, int64_t width, int64_t stride, const float*,
+                    int64_t padded, float* y) {
+    for (int64_t i = 0; i < padded / kSide; ++i) {
+      pack_panel_transposed({from, rows, width, stride}, i,
+                            reinterpret_cast<Half*>(y + i * kSide * row(width)));
+    }
+  }
+
+  static void run(int64_t rows, int64_t width, const float* x, const float* y, float* c) {
+    const auto *a = reinterpret_cast<const Half*>(x), *b = reinterpret_cast<const Half*>(y);
+    const int64_t tiles = tiles_of(width), halves = tiles * kDepth;
+    for (int64_t i = 0; i < rows; i += kSide) {
+      for (int64_t j = 0; j < kBlock; j += kSide) {
+        block_product(tiles, a + i * halves, halves, b + j * halves, c + i * kBlock + j, kBlock,
+                      rows - i);
+      }
+    }
+  }
+};
+#else
+struct Tiles {};
+#endif
+
 // Everything about one row of the batch and one key/value head, in working memory.
+template <typename T>
 struct Head {
-  float *k, *kt, *v, *vt;
+  using Rows = RowProduct<T>;
+
+  float *k, *kt, *v, *vt;  // forward has no vt; k and v where they are multiplied as floats
   Tokens queries, keys;
   std::vector<Block> query_blocks, key_blocks;
 
   static int64_t floats(const Shape& s) {
-    return 2 * s.keys() * (s.key_width() + s.value_width()) + 2 * (s.queries() + s.keys());
+    const int64_t wide = s.key_width() + s.value_width();
+    return s.keys() * (wide + Rows::row(s.H) + Rows::row(s.W)) + 2 * (s.queries() + s.keys());
   }
 
-  template <typename T>
   Head(Arena& arena, const Shape& s, const T* k_all, const T* v_all, const int32_t* position_q,
        const int32_t* position_k, const int32_t* segment_q, const int32_t* segment_k, int64_t b,
        int64_t head, bool backward) {
     const int64_t S = s.keys(), H = s.key_width(), W = s.value_width();
     k = arena.take(S * H);
-    kt = arena.take(S * H);
+    kt = arena.take(S * Rows::row(s.H));
     v = arena.take(S * W);
-    vt = arena.take(S * W);
+    vt = arena.take(S * Rows::row(s.W));
     auto* ints = reinterpret_cast<int32_t*>(arena.take(2 * (s.queries() + S)));
-    gather(k_all + (b * s.S * s.K + head) * s.H, s.S, s.H, s.K * s.H, 1.0f, k, S, H);
-    gather(v_all + (b * s.S * s.K + head) * s.W, s.S, s.W, s.K * s.W, 1.0f, v, S, W);
-    transpose_blocks(k, S, H, kt);
-    if (backward) transpose_blocks(v, S, W, vt);
+    const T* keys_of = k_all + (b * s.S * s.K + head) * s.H;
+    const T* values_of = v_all + (b * s.S * s.K + head) * s.W;
+    if (Rows::kWide || backward) gather(keys_of, s.S, s.H, s.K * s.H, 1.0f, k, S, H);
+    if (Rows::kWide || !backward) gather(values_of, s.S, s.W, s.K * s.W, 1.0f, v, S, W);
+    Rows::right(keys_of, s.S, s.H, s.K * s.H, k, S, kt);
+    if (backward) Rows::right(values_of, s.S, s.W, s.K * s.W, v, S, vt);
     int32_t *pq = ints, *sq = pq + s.queries(), *pk = sq + s.queries(), *sk = pk + S;
     gather_tokens(position_q + b * s.T, segment_q + b * s.T, s.T, s.queries(), kNoQuery, pq, sq);
     gather_tokens(position_k + b * s.S, segment_k + b * s.S, s.S, S, kNoKey, pk, sk);
@@ -186,16 +258,17 @@ struct Head {
 };
 
 // One block's scores after softcap, keys that are not seen at kLowest.
-void score(const Head& head, const Shape& s, const Options& options, const float* q, int64_t query,
-           int64_t key, int64_t rows, Sight how, float* scores) {
-  const int64_t H = s.key_width();
-  product(rows, kBlock, H, {q, H, 1}, head.kt + key * H, kBlock, scores, kBlock, false);
-  if (options.softcap == 0 && how == Sight::kAll) return;
-  const float cap = options.softcap;
+template <typename T>
+void score(const Head<T>& head, const Shape& s, const Options& options, const float* q,
+           int64_t query, int64_t key, int64_t rows, Sight how, float* scores) {
+  using Rows = RowProduct<T>;
+  Rows::run(rows, s.H, q, head.kt + key * Rows::row(s.H), scores);
+  if (Rows::kWide && options.softcap == 0 && how == Sight::kAll) return;
+  const float cap = options.softcap, scale = Rows::kWide ? 1.0f : options.scale;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < kBlock; j += kLanes) {
       float* at = scores + i * kBlock + j;
-      Vec x = load(at);
+      Vec x = load(at) * scale;
       if (cap != 0) x = cap * hyperbolic_tangent(x / cap);
       if (how == Sight::kSome) {
         x = where(seen(head.queries.position[query + i], head.queries.segment[query + i], head.keys,
@@ -212,6 +285,8 @@ inline Vec weight(Vec x, Vec top) { return where(x > kLowest, exponential(x - to
 
 template <typename T>
 struct Forward {
+  using Rows = RowProduct<T>;
+
   Shape s;
   Options options;
   const T *q, *k, *v;
@@ -220,34 +295,38 @@ struct Forward {
   T* o;
   float* lse;
 
-  void block(const Head& head, int64_t b, int64_t n, int64_t index, float* q_block, float* scores,
-             float* out) const {
-    const int64_t H = s.key_width(), W = s.value_width(), query = index * kBlock;
+  void block(const Head<T>& head, int64_t b, int64_t n, int64_t index, float* q_block,
+             float* scores, float* out) const {
+    const int64_t W = s.value_width(), query = index * kBlock;
     const int64_t rows = std::min(kBlock, s.T - query);
-    gather(q + ((b * s.T + query) * s.N + n) * s.H, rows, s.H, s.N * s.H, options.scale, q_block,
-           rows, H);
-    float top[kBlock], total[kBlock];
+    const T* from = q + ((b * s.T + query) * s.N + n) * s.H;
+    if (Rows::kWide) {
+      gather(from, rows, s.H, s.N * s.H, options.scale, q_block, rows, s.key_width());
+    }
+    const float* x = Rows::left(from, rows, s.H, s.N * s.H, q_block, q_block);
+    float top[kBlock];
+    Vec total[kBlock];  // its lanes' sum
     std::fill(top, top + kBlock, sinks ? sinks[n] : kLowest);
-    std::fill(total, total + kBlock, sinks ? 1.0f : 0.0f);
+    std::fill(total, total + kBlock, Vec{sinks ? 1.0f : 0.0f});
     std::fill(out, out + kBlock * W, 0.0f);
     for (size_t other = 0; other < head.key_blocks.size(); ++other) {
       const Sight how = sight(head.query_blocks[index], head.key_blocks[other], options);
       if (how == Sight::kNone) continue;
       const int64_t key = other * kBlock;
-      score(head, s, options, q_block, query, key, rows, how, scores);
+      score(head, s, options, x, query, key, rows, how, scores);
       for (int64_t i = 0; i < rows; ++i) soften(scores + i * kBlock, out + i * W, top + i, total + i);
       product(rows, W, kBlock, {scores, kBlock, 1}, head.v + key * W, W, out, W, true);
     }
     for (int64_t i = 0; i < rows; ++i) {
-      const float inverse = total[i] == 0 ? 0 : 1 / total[i];
+      const float all = sum(total[i]), inverse = all == 0 ? 0 : 1 / all;
       T* to = o + ((b * s.T + query + i) * s.N + n) * s.W;
       for (int64_t j = 0; j < s.W; ++j) narrow(out[i * W + j] * inverse, to + j);
-      lse[(b * s.N + n) * s.T + query + i] = total[i] == 0 ? 0 : top[i] + std::log(total[i]);
+      lse[(b * s.N + n) * s.T + query + i] = all == 0 ? 0 : top[i] + std::log(all);
     }
   }
 
   // Scores of one query become weights; what it gathered so far is rescaled to the new maximum.
-  void soften(float* scores, float* out, float* top, float* total) const {
+  void soften(float* scores, float* out, float* top, Vec* total) const {
     Vec most = splat(kLowest);
     for (int64_t j = 0; j < kBlock; j += kLanes) most = maximum(most, load(scores + j));
     const float now = std::max(*top, highest(most));
@@ -265,7 +344,7 @@ struct Forward {
       *total *= shrink;
       *top = now;
     }
-    *total += sum(added);
+    *total += added;
   }
 
   void run(ffi::ThreadPool& pool) const {
@@ -276,9 +355,10 @@ struct Forward {
     parallel_for(pool, heads * parts, [&](int64_t task) {
       const int64_t b = task / parts / s.K, kv = task / parts % s.K, part = task % parts;
       Arena& arena = Arena::of_this_thread();
-      arena.start(Head::floats(s) + kBlock * (s.key_width() + kBlock + s.value_width()));
-      const Head head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, false);
-      float* q_block = arena.take(kBlock * s.key_width());
+      const Tiles tiles;
+      arena.start(Head<T>::floats(s) + kBlock * (Rows::row(s.H) + kBlock + s.value_width()));
+      const Head<T> head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, false);
+      float* q_block = arena.take(kBlock * Rows::row(s.H));
       float* scores = arena.take(kBlock * kBlock);
       float* out = arena.take(kBlock * s.value_width());
       for (int64_t n = kv * s.group(); n < (kv + 1) * s.group(); ++n) {
@@ -292,6 +372,8 @@ struct Forward {
 
 template <typename T>
 struct Backward {
+  using Rows = RowProduct<T>;
+
   Shape s;
   Options options;
   const T *q, *k, *v;
@@ -301,20 +383,23 @@ struct Backward {
   T *dq, *dk, *dv;
 
   struct Scratch {
-    float *q, *d_o, *dq, *scores, *slopes, *dk, *dv;
+    float *q, *d_o, *dq, *scores, *slopes, *dk, *dv, *left_q, *left_d_o;
   };
 
   static int64_t floats(const Shape& s) {
     return kBlock * (2 * s.key_width() + s.value_width() + 2 * kBlock) +
+           kBlock * (Rows::row(s.H) + Rows::row(s.W)) +
            s.keys() * (s.key_width() + s.value_width());
   }
 
-  void block(const Head& head, int64_t b, int64_t n, int64_t index, const Scratch& w) const {
+  void block(const Head<T>& head, int64_t b, int64_t n, int64_t index, const Scratch& w) const {
     const int64_t H = s.key_width(), W = s.value_width(), query = index * kBlock;
     const int64_t rows = std::min(kBlock, s.T - query);
     const int64_t first = (b * s.T + query) * s.N + n;
     gather(q + first * s.H, rows, s.H, s.N * s.H, options.scale, w.q, rows, H);
     gather(d_o + first * s.W, rows, s.W, s.N * s.W, 1.0f, w.d_o, rows, W);
+    const float* left_q = Rows::left(q + first * s.H, rows, s.H, s.N * s.H, w.q, w.left_q);
+    const float* left_d_o = Rows::left(d_o + first * s.W, rows, s.W, s.N * s.W, w.d_o, w.left_d_o);
     std::fill(w.dq, w.dq + kBlock * H, 0.0f);
     float delta[kBlock];  // the part of every score's slope that the softmax's sum gives back
     for (int64_t i = 0; i < rows; ++i) {
@@ -328,8 +413,8 @@ struct Backward {
       const Sight how = sight(head.query_blocks[index], head.key_blocks[other], options);
       if (how == Sight::kNone) continue;
       const int64_t key = other * kBlock;
-      score(head, s, options, w.q, query, key, rows, how, w.scores);
-      product(rows, kBlock, W, {w.d_o, W, 1}, head.vt + key * W, kBlock, w.slopes, kBlock, false);
+      score(head, s, options, left_q, query, key, rows, how, w.scores);
+      Rows::run(rows, s.W, left_d_o, head.vt + key * Rows::row(s.W), w.slopes);
       for (int64_t i = 0; i < rows; ++i) {
         differentiate(w.scores + i * kBlock, w.slopes + i * kBlock, lse_block[i], delta[i]);
       }
@@ -358,8 +443,9 @@ struct Backward {
       const int64_t b = task / s.K, kv = task % s.K;
       const int64_t S = s.keys(), H = s.key_width(), W = s.value_width();
       Arena& arena = Arena::of_this_thread();
-      arena.start(Head::floats(s) + floats(s));
-      const Head head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, true);
+      const Tiles tiles;
+      arena.start(Head<T>::floats(s) + floats(s));
+      const Head<T> head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, true);
       Scratch w;
       w.q = arena.take(kBlock * H);
       w.d_o = arena.take(kBlock * W);
@@ -368,6 +454,8 @@ struct Backward {
       w.slopes = arena.take(kBlock * kBlock);
       w.dk = arena.take(S * H);
       w.dv = arena.take(S * W);
+      w.left_q = arena.take(kBlock * Rows::row(s.H));
+      w.left_d_o = arena.take(kBlock * Rows::row(s.W));
       std::fill(w.dk, w.dk + S * H, 0.0f);
       std::fill(w.dv, w.dv + S * W, 0.0f);
       for (int64_t n = kv * s.group(); n < (kv + 1) * s.group(); ++n) {

@@ -93,17 +93,27 @@ inline void transpose(Vec (&v)[kLanes]) {
   }
 }
 
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += v[i];
-  return total;
+// Lanes 0 to `step` - 1 with those that are `step` further on.
+template <int step, int... lane>
+inline Vec further(Vec v, std::integer_sequence<int, lane...>) {
+  return FORNAX_SHUFFLE(v, v, (lane ^ step)...);
 }
 
-inline float highest(Vec v) {
-  float top = v[0];
-  for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
-  return top;
+// What `join` makes of all lanes, halves first.
+template <int step = kLanes / 2, typename Join>
+inline float fold(Vec v, Join join) {
+  if constexpr (step == 0) {
+    return v[0];
+  } else {
+    return fold<step / 2>(join(v, further<step>(v, std::make_integer_sequence<int, kLanes>())), join);
+  }
 }
+
+inline float sum(Vec v) {
+  return fold(v, [](Vec a, Vec b) { return a + b; });
+}
+
+inline float highest(Vec v) { return fold(v, maximum); }
 
 // e^x to about 1 ulp for -87 < x < 88; clamped outside. x = n ln 2 + r, |r| <= ln 2 / 2, and a Taylor
 // polynomial of degree 7 in r.

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax import kernels
 from fornax.diffusion.models.parts import Dense, LayerNorm, Make, RMSNorm, constrain_tokens
 from fornax.diffusion.models.transformer.config import NormConfig
+from fornax.kernels import checkpoint_name
 from fornax.models.scope import scoped
 
 __all__ = ["Attention", "Heads", "Rope", "attend", "make_norm"]

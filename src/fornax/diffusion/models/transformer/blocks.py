@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from fornax.diffusion.models.parts import (
@@ -37,6 +36,7 @@ from fornax.diffusion.models.transformer.config import (
     TransformerConfig,
 )
 from fornax.diffusion.models.transformer.embedder import Embedder, Features, Modulation, Table
+from fornax.kernels import checkpoint_name
 from fornax.models.scope import scoped
 
 __all__ = [
