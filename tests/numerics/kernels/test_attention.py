@@ -163,7 +163,10 @@ def test_float32_agrees_with_float64_reference(
 
 
 @pytest.mark.parametrize("implementation", _names())
-@pytest.mark.parametrize("name", ["all at once", "prefill into cache"])
+@pytest.mark.parametrize(
+    "name",
+    ["all at once", "prefill into cache", "odd shapes", "cross", "many documents", "long cross"],
+)
 def test_bfloat16_agrees_to_its_precision(
     name: str, implementation: str, expected: dict[str, dict[str, np.ndarray]]
 ) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from fornax import kernels
 from fornax.kernels import _native, attention
 from fornax.kernels._native import build, units
 
@@ -160,3 +162,28 @@ def test_widest_instruction_set_that_the_processor_has_is_chosen(
     features: set[str], chosen: str | None
 ) -> None:
     assert units.instruction_set(frozenset(features)) == chosen
+
+
+def test_calls_keep_their_numbers_in_a_loop_beside_a_rotation_of_whole_heads() -> None:
+    """An empty slice there made jaxlib 0.12 drop the attributes of all calls."""
+    x_BTNH = jax.random.normal(jax.random.key(0), (2, 32, 2, 16))
+    angles_BTr = jnp.linspace(-3, 3, 2 * 32 * 8).reshape(2, 32, 8)
+
+    def layer(x_BTNH: jax.Array) -> jax.Array:
+        y_BTNH = kernels.rms_norm(x_BTNH, jnp.ones(16), eps=1e-6)
+        y_BTNH = kernels.rotary_embedding(
+            y_BTNH, jnp.cos(angles_BTr), jnp.sin(angles_BTr), interleaved=True
+        )
+        return x_BTNH + y_BTNH
+
+    def in_a_loop(x_BTNH: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (layer(x), None), x_BTNH, length=3)[0]
+
+    def unrolled(x_BTNH: jax.Array) -> jax.Array:
+        return layer(layer(layer(x_BTNH)))
+
+    found, expected = (
+        jax.jit(jax.grad(lambda x, run=run: jnp.sum(jnp.square(run(x)))))(x_BTNH)
+        for run in (in_a_loop, unrolled)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
