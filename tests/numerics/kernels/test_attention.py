@@ -177,6 +177,30 @@ def test_bfloat16_agrees_to_its_precision(
         np.testing.assert_allclose(found[key] / scale, value / scale, atol=3e-2, err_msg=key)
 
 
+@pytest.mark.parametrize("name", ["odd shapes", "all at once", "long cross"])
+def test_native_products_of_bfloat16_are_those_of_float32(name: str) -> None:
+    """The output but for its rounding, and gradients but for that of the output too."""
+    case = CASES[name]
+    _skip_declined(case, jnp.bfloat16, "native")
+    narrow = {n: jnp.asarray(case.arrays[n], jnp.bfloat16) for n in ("q_BTNH", "k_BSKH", "v_BSKH")}
+    rest = {n: jnp.asarray(a) for n, a in case.arrays.items() if n not in narrow}
+    B, T, N, _ = narrow["q_BTNH"].shape
+    do = np.random.default_rng(2).integers(-8, 8, (B, T, N, narrow["v_BSKH"].shape[3]))
+
+    def run(dtype: Any) -> list[np.ndarray]:
+        def attend(arrays: dict[str, jax.Array]) -> jax.Array:
+            given = {**arrays, **rest, **case.options}
+            return kernels.attention(**given, scale=0.3, implementation="native")
+
+        o, pull = jax.vjp(attend, {n: a.astype(dtype) for n, a in narrow.items()})
+        return [np.float64(a) for a in (o, *jax.tree.leaves(pull(jnp.asarray(do, dtype))))]
+
+    (o, *gradients), (exact, *slopes) = run(jnp.bfloat16), run(jnp.float32)
+    np.testing.assert_allclose(o, exact, rtol=2.0**-8, atol=1e-6)
+    for found, wanted in zip(gradients, slopes, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2.0**-8, atol=2.0**-8 * np.abs(wanted).max())
+
+
 @pytest.mark.parametrize("implementation", _names())
 def test_padding_gives_zeros_and_takes_no_gradient(implementation: str) -> None:
     case = CASES["packed"]
