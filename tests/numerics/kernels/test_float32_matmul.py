@@ -147,3 +147,21 @@ def test_remat_of_products_computes_none_again_and_vmap_agrees() -> None:
     stacked = jnp.stack([w, 2 * w])
     found = jax.vmap(linear, in_axes=(None, 0))(x, stacked)
     np.testing.assert_allclose(found, jnp.einsum("mk,bkn->bmn", x, stacked), rtol=1e-4, atol=1e-3)
+
+
+def test_with_avx512_gradients_of_weights_alone_are_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = _native.has_features
+    monkeypatch.setattr(
+        _native, "has_features", lambda *names: names == ("avx512f",) or has(*names)
+    )
+    rng = np.random.default_rng(0)
+    x, w, dy = (
+        jnp.asarray(rng.normal(size=size), jnp.float32)
+        for size in ((256, 128), (128, 192), (256, 192))
+    )
+    pull = jax.jit(lambda x, w: jax.vjp(linear, x, w)[1](dy))
+    assert "fornax_float32_matmul" not in jax.jit(lambda x, w: linear(x, w)).lower(x, w).as_text()
+    assert pull.lower(x, w).as_text().count("@fornax_float32_matmul") == 1
+    wide_x, wide_w, wide_dy = (np.asarray(each, np.float64) for each in (x, w, dy))
+    for found, exact in zip(pull(x, w), (wide_dy @ wide_w.T, wide_x.T @ wide_dy), strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=2e-4)
