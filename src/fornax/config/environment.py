@@ -90,9 +90,10 @@ _DOCUMENTED = {
     "clients; fornax host status, load and others, and fornax bench host send the first.",
     "VLLM_PLUGINS": "Plugins of vLLM, with commas between: with fornax among them vLLM runs over "
     "Fornax, without it vLLM stays as it is.",
-    "GLIBC_TUNABLES": "fornax train, tune and quickstart add glibc.malloc.hugetlb=1 where they run "
-    "on CPUs alone and Linux gives huge pages on request; glibc.malloc.hugetlb=0 keeps them "
-    "off.",
+    "GLIBC_TUNABLES": "fornax train, tune and quickstart, and those of fornax diffusion, add where "
+    "they run on CPUs alone glibc.malloc.mmap_max=0, trim_threshold and arena_max=1: a step finds "
+    "its memory where the last had it; and hugetlb=1 where Linux gives huge pages on request. "
+    "Where one of the four is named, as in glibc.malloc.hugetlb=0, they add none.",
     "MLFLOW_TRACKING_TOKEN": "The token that log.mlflow sends to its server; without it "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, where they are set.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that needs one.",
