@@ -144,8 +144,7 @@ def _w_cotangent(dy: jax.Array, x: jax.Array, w: Any, *, inputs: int) -> jax.Arr
     lead = x.ndim - inputs
     sides = math.prod(shape[:inputs]), math.prod(shape[inputs:])
     rows, form = math.prod(x.shape[:lead]), _matmul.LEFT_TRANSPOSED
-    native = x.dtype == jnp.float32 and _matmul.runs(x.dtype, rows, *sides, form=form)
-    if native or sides[0] <= sides[1]:
+    if _matmul.runs(x.dtype, rows, *sides, form=form) or sides[0] <= sides[1]:
         return over_rows(x, dy, lead)
     dw = over_rows(dy, x, lead)
     outputs = len(shape) - inputs
