@@ -578,7 +578,7 @@ def main() -> None:
         training = args.task[0] == "train"  # steps follow one another, samples may not
         _harness.serve(lambda: make(SHAPES[args.shape[0]], args.folder), in_a_row=training)
         return
-    environment.become(environment.malloc_tunables())
+    environment.become(environment.huge_pages())
     wanted = args.only.split(",") if args.only else list(table["train"])
     unknown = sorted(set(wanted) - set(table["train"]))
     if unknown or any(own_of(one) not in wanted for one in wanted):

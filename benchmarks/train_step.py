@@ -484,7 +484,7 @@ def main() -> None:
         shape = SHAPES[args.shape[0]]
         _harness.serve(lambda: {**CONTESTANTS, **PEAKS}[args.worker](shape))
         return
-    environment.become(environment.malloc_tunables())
+    environment.become(environment.huge_pages())
     wanted = args.only.split(",") if args.only else list(CONTESTANTS)
     unknown = sorted(set(wanted) - set(CONTESTANTS))
     if unknown or "fornax" not in wanted:

@@ -493,7 +493,7 @@ class Agent:
     def _process(self) -> WorkerProcess:
         with self._files.log(self._rank).open("ab") as log:
             worker = WorkerProcess(
-                "fornax.cluster.worker:run", log=log, environment=environment.malloc_tunables()
+                "fornax.cluster.worker:run", log=log, environment=environment.huge_pages()
             )
         worker.send(self._imports)
         return worker

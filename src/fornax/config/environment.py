@@ -27,11 +27,11 @@ __all__ = [
     "full_traceback",
     "gce_metadata_server",
     "host_tokens",
+    "huge_pages",
     "launcher_variables",
     "leave_gpu_memory",
     "limit_cpu_threads",
     "local_checkpoints",
-    "malloc_tunables",
     "marked",
     "mlflow_credentials",
     "of_computation",
@@ -40,7 +40,7 @@ __all__ = [
     "openai_api_key",
     "prepare_ray",
     "prepare_virtual_devices",
-    "restart_with_malloc_tunables",
+    "restart_with_huge_pages",
     "samplers",
     "set_default_platform_quiet",
     "slices",
@@ -90,10 +90,9 @@ _DOCUMENTED = {
     "clients; fornax host status, load and others, and fornax bench host send the first.",
     "VLLM_PLUGINS": "Plugins of vLLM, with commas between: with fornax among them vLLM runs over "
     "Fornax, without it vLLM stays as it is.",
-    "GLIBC_TUNABLES": "fornax train, tune and quickstart, and those of fornax diffusion, add where "
-    "they run on CPUs alone glibc.malloc.mmap_max=0, trim_threshold and arena_max=1: a step finds "
-    "its memory where the last had it; and hugetlb=1 where Linux gives huge pages on request. "
-    "Where one of the four is named, as in glibc.malloc.hugetlb=0, they add none.",
+    "GLIBC_TUNABLES": "fornax train, tune and quickstart add glibc.malloc.hugetlb=1 where they run "
+    "on CPUs alone and Linux gives huge pages on request; glibc.malloc.hugetlb=0 keeps them "
+    "off.",
     "MLFLOW_TRACKING_TOKEN": "The token that log.mlflow sends to its server; without it "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, where they are set.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that needs one.",
@@ -414,43 +413,34 @@ def one_cpu_thread() -> Iterator[None]:
             os.environ["NPROC"] = before
 
 
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+_HUGE_PAGES = "glibc.malloc.hugetlb"
 _HUGE_PAGES_MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_KEPT_HEAP = (
-    "glibc.malloc.mmap_max=0",
-    "glibc.malloc.trim_threshold=1099511627776",
-    "glibc.malloc.arena_max=1",
-)
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 
 
-def malloc_tunables() -> dict[str, str]:
-    """What a process that trains on CPUs needs in its environment so that glibc keeps the memory of
-    a step for the next, in huge pages where Linux gives them to those that ask; nothing where the
-    user chose.
+def huge_pages() -> dict[str, str]:
+    """What a process that trains on CPUs needs in its environment so that glibc asks Linux for huge
+    pages; nothing where they would not come, come anyway, or the user chose.
 
-    XLA takes a step's temporaries again each step. Mapped and zeroed by 4 KiB they cost a seventh
-    of the processor time of a step of 36M parameters (docs/guides/kernels.md). In one heap the
-    next step finds them where they were; the largest size is no larger.
+    XLA takes a step's temporaries again each step. Zeroed and mapped by 4 KiB they cost a seventh
+    of the processor time of a step of 36M parameters (docs/guides/kernels.md).
     """
     chosen = os.environ.get("GLIBC_TUNABLES", "")
     elsewhere = any((Path("/dev") / name).exists() for name in _ACCELERATORS) and not only_cpu()
-    ours = (_HUGE_PAGES, *_KEPT_HEAP)
-    named = any(each.partition("=")[0] in chosen for each in ours)
-    if sys.platform != "linux" or named or elsewhere:
+    if sys.platform != "linux" or _HUGE_PAGES in chosen or elsewhere:
         return {}
     try:
         on_request = "[madvise]" in _HUGE_PAGES_MODE.read_text()
     except OSError:
-        on_request = False
-    wanted = ours if on_request else _KEPT_HEAP
-    return {"GLIBC_TUNABLES": ":".join(filter(None, (chosen, *wanted)))}
+        return {}
+    tunables = ":".join(filter(None, (chosen, f"{_HUGE_PAGES}=1")))
+    return {"GLIBC_TUNABLES": tunables} if on_request else {}
 
 
-def restart_with_malloc_tunables() -> None:
-    """Run this command from its start with `malloc_tunables`, which glibc reads then and never
-    again. The process stays the same; returns where there is nothing to change."""
-    changes = malloc_tunables()
+def restart_with_huge_pages() -> None:
+    """Run this command from its start with `huge_pages`, which glibc reads then and never again.
+    The process stays the same; returns where there is nothing to change."""
+    changes = huge_pages()
     if changes:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], for_child(changes))
 
