@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from tests.unit.train.test_run import CONFIG, Points, steps, task
 
@@ -83,6 +84,7 @@ def test_a_run_for_its_profile_alone_ends_with_it_and_saves_nothing(tmp_path: Pa
 
 
 def test_one_step_in_so_many_is_kept_small(tmp_path: Path) -> None:
+    jax.clear_caches()  # a capture holds every program of its process, those of other tests too
     run(tmp_path, steps=14, profile=ProfileConfig(every=2, keep=3, steps="5..6"))
     # Step 6 lies in the window, which goes first.
     assert [step.number for step in profile.read(tmp_path / "profile").steps] == [5, 6]
