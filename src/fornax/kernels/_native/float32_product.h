@@ -61,14 +61,15 @@ void copy_a(const Operand<T>& a, int64_t top, int64_t rows, int64_t first, int64
     const T* from = a.element(top + i, first);
     if (!a.transposed) {
       copy_across([&](int64_t r) { return from + r * a.row; }, some, depth, to, kHigh);
-    } else {
-      // A whole vector of each line, over what comes behind it, but where it would end behind a.
-      const int64_t whole = some == kHigh && a.row >= kLanes ? depth - 1 : 0;
-      for (int64_t k = 0; k < whole; ++k) store(to + k * kHigh, load_wide(from + k * a.row));
-      for (int64_t k = whole; k < depth; ++k) {
+    } else if (some < kHigh) {
+      for (int64_t k = 0; k < depth; ++k) {
         for (int64_t r = 0; r < kHigh; ++r) {
           to[k * kHigh + r] = r < some ? widen(from[k * a.row + r]) : 0;
         }
+      }
+    } else {
+      for (int64_t k = 0; k < depth; ++k) {
+        for (int64_t r = 0; r < kHigh; ++r) to[k * kHigh + r] = widen(from[k * a.row + r]);
       }
     }
   }

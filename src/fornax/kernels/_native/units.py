@@ -6,21 +6,7 @@ Standard library only: the build of a wheel runs this file alone.
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-HEADERS = (
-    "simd.h",
-    "crew.h",
-    "slots.h",
-    "activation.h",
-    "paged_block.h",
-    "paged_codes.h",
-    "bfloat16_product.h",
-    "grouped_product.h",
-    "packed_product.h",
-    "quantized_product.h",
-    "block_product.h",
-    "packed_rows.h",
-    "expert_rows.h",
-)
+HEADERS = tuple(sorted(path.name for path in SOURCES.glob("*.h")))
 UNITS = {
     "attention": ("fornax_attention_forward", "fornax_attention_backward"),
     "paged_attention": (
