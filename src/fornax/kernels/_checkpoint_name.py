@@ -13,7 +13,7 @@ from jax import ad_checkpoint, lax
 from fornax.config.errors import KernelError
 from fornax.kernels.registry import current_platform
 
-__all__ = ["checkpoint_name", "keeping_bits", "name_bits", "wants_bits"]
+__all__ = ["checkpoint_name", "keeping_bits", "name_in_rule", "wants_bits"]
 
 _keeping: contextvars.ContextVar[bool] = contextvars.ContextVar("keeping bits", default=False)
 
@@ -49,9 +49,11 @@ def wants_bits(x: jax.Array) -> bool:
     return _keeping.get() and x.dtype == jnp.bfloat16 and current_platform() == "cpu"
 
 
-def name_bits(x: jax.Array, name: str) -> jax.Array:
-    """Name the bits of a bfloat16 x in a rule of derivatives: of what a rule calls that has a rule
-    of its own policies see no names."""
+def name_in_rule(x: jax.Array, name: str, *, bits: bool) -> jax.Array:
+    """`checkpoint_name` in a rule of derivatives, with what `wants_bits` said when the layer was
+    traced: of what a rule calls that has a rule of its own policies see no names."""
+    if not bits:
+        return ad_checkpoint.checkpoint_name(x, name)
     return lax.bitcast_convert_type(ad_checkpoint.checkpoint_name(_bits(x), name), x.dtype)
 
 
@@ -63,7 +65,7 @@ def _named(name: str, x: jax.Array) -> jax.Array:
 @_named.defjvp
 def _named_jvp(name: str, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    return name_bits(x, name), dx
+    return name_in_rule(x, name, bits=True), dx
 
 
 @jax.custom_jvp

@@ -19,14 +19,13 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _matmul
-from fornax.kernels._checkpoint_name import name_bits, wants_bits
+from fornax.kernels._checkpoint_name import name_in_rule, wants_bits
 from fornax.kernels._packed import PackedWeight
 from fornax.kernels._products import over_rows, sum_products
 from fornax.kernels.registry import current_platform
@@ -123,7 +122,7 @@ def _linear_jvp(inputs: int, bits: bool, primals: Any, tangents: Any) -> tuple[j
     """Of an argument that is not differentiated, a frozen weight say, no product is made."""
     x, w = primals
     dx, dw = tangents
-    y = (name_bits if bits else checkpoint_name)(_product(x, w, inputs=inputs), LINEAR_OUTPUT)
+    y = name_in_rule(_product(x, w, inputs=inputs), LINEAR_OUTPUT, bits=bits)
     parts = []
     if not isinstance(dx, SymbolicZero):
         parts.append(_tangent.bind(dx, w, inputs=inputs))

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from fornax.kernels import _native
 from fornax.kernels._attention.call import (
@@ -20,7 +19,7 @@ from fornax.kernels._attention.call import (
     fill,
 )
 from fornax.kernels._attention.sharded import over_mesh
-from fornax.kernels._checkpoint_name import name_bits, wants_bits
+from fornax.kernels._checkpoint_name import name_in_rule, wants_bits
 
 __all__ = ["attend_native", "declines", "native", "pull_native"]
 
@@ -152,8 +151,8 @@ def _forward(
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     o_BTNH, lse_BNT = attend_native(options, q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N)
     # Named, so that a remat policy that saves "attention" need not run the kernel again.
-    o_BTNH = (name_bits if bits else checkpoint_name)(o_BTNH, "attention")
-    lse_BNT = checkpoint_name(lse_BNT, "attention")
+    o_BTNH = name_in_rule(o_BTNH, "attention", bits=bits)
+    lse_BNT = name_in_rule(lse_BNT, "attention", bits=False)
     return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, tokens, sinks_N, o_BTNH, lse_BNT)
 
 
