@@ -146,6 +146,8 @@ class _How:
 
     stride: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]
+    turned: bool = False
+    """Whether the kernel is [..., N, C] and turned around, as that of an input's gradient is."""
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ class _How:
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:
-        """The attributes of the native calls."""
+        """The numbers that all native calls take."""
         before = (0,) * len(self.lead) + tuple(first for first, _ in self.padding)
         return {
             "stride": np.array((*self.lead, *self.stride), np.int64),
@@ -166,10 +168,17 @@ class _How:
         return x.reshape(x.shape[0], *self.lead, *x.shape[1:])
 
 
+def _turned(how: _How, kernel: jax.Array) -> jax.Array:
+    """The kernel, turned around if it is to be."""
+    axes = range(len(how.stride))
+    return jnp.swapaxes(jnp.flip(kernel, axes), -1, -2) if how.turned else kernel
+
+
 def _plain(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
-    axes = len(how.stride)
+    axes, kernel = len(how.stride), _turned(how, kernel)
     letters = "DHW"[-axes:]
-    if kernel.shape[:axes] == (1,) * axes and how == _How((1,) * axes, ((0, 0),) * axes):
+    pointwise = kernel.shape[:axes] == how.stride == (1,) * axes
+    if pointwise and how.padding == ((0, 0),) * axes:
         # On CPU the kernel's gradient takes a third of the time.
         y = linear(x, kernel.reshape(kernel.shape[axes:]))
     else:
@@ -192,7 +201,8 @@ def _native_run(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | 
     y = jax.ShapeDtypeStruct((B, *how.lead, *out, N), x.dtype)
     call = jax.ffi.ffi_call(f"fornax_{_unit_of(x.dtype)}", y, vmap_method="sequential")
     bias = jnp.zeros((0,)) if bias_N is None else bias_N.astype(jnp.float32)
-    found = call(how.video(x), kernel.reshape(*how.lead, *kernel.shape), bias, **how.numbers)
+    video = kernel.reshape(*how.lead, *kernel.shape)
+    found = call(how.video(x), video, bias, turned=how.turned, **how.numbers)
     return found.reshape(B, *out, N)
 
 
@@ -228,16 +238,15 @@ def _x_cotangent(dy: jax.Array, x: Any, kernel: jax.Array, *, how: _How) -> jax.
         like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
         [dx] = jax.linear_transpose(lambda x: _product(x, kernel, how=how), like)(dy)
         return dx
-    turned = jnp.swapaxes(jnp.flip(kernel, range(axes)), -1, -2)
-    return _native_run(_How(how.stride, tuple(pads)), dy, turned, None)
+    return _native_run(_How(how.stride, tuple(pads), not how.turned), dy, kernel, None)
 
 
 def _kernel_cotangent(dy: jax.Array, x: jax.Array, kernel: Any, *, how: _How) -> jax.Array:
-    shape = kernel.aval.shape
+    shape = jax.eval_shape(functools.partial(_turned, how), kernel.aval).shape
     dkernel = jax.ShapeDtypeStruct((*how.lead, *shape), kernel.aval.dtype)
     target = f"fornax_{_unit_of(x.dtype)}_kernel_gradient"
     call = jax.ffi.ffi_call(target, dkernel, vmap_method="sequential")
-    return call(how.video(x), how.video(dy), **how.numbers).reshape(shape)
+    return _turned(how, call(how.video(x), how.video(dy), **how.numbers).reshape(shape))
 
 
 def _batch(arrays: Any, dims: Any, *, how: _How) -> tuple[jax.Array, int]:
@@ -259,7 +268,7 @@ batching.primitive_batchers[_tangent] = _batch
 
 def _unit_of(dtype: DTypeLike) -> str | None:
     """The unit that convolves on this processor; None where XLA does."""
-    unit = _matmul.unit_of(dtype)
+    unit = _matmul.unit_of(dtype, _matmul.LEFT_TRANSPOSED)
     return unit and unit.replace("matmul", "convolution")
 
 

@@ -1,6 +1,7 @@
 // Convolutions of bfloat16 images or videos whose channels come last, as products of their patches with the kernel:
 // patches of 32 places at a time are copied into the second cache, and never all of them. So is the kernel's gradient,
-// a product of the patches, transposed, with that of the result.
+// a product of the patches, transposed, with that of the result. The input's, where the stride is 1, is a convolution
+// of that with the kernel turned around, which is turned where it is packed.
 //
 // Letters: B batch, E, H, W frames, rows and columns of the input, C channels in, N out, K = window times C.
 
@@ -15,11 +16,32 @@
 namespace fornax {
 namespace {
 
+// A kernel [taps, outputs, inputs] turned around and transposed: [outputs, taps inputs], the last tap first.
+struct Turned {
+  const Half* kernel;
+  int64_t taps, rows, inputs, columns;
+};
+
+inline void rows_of(const Turned& m, int64_t top, int64_t left, __m512i rows[16]) {
+  for (int64_t i = 0; i < kTile; ++i) {
+    alignas(64) Half line[kDepth] = {};
+    const int64_t end = top + i < m.rows ? std::min(left + kDepth, m.columns) : left;
+    for (int64_t k = left, count; k < end; k += count) {
+      const int64_t tap = m.taps - 1 - k / m.inputs, input = k % m.inputs;
+      count = std::min(m.inputs - input, end - k);
+      const Half* from = m.kernel + (tap * m.rows + top + i) * m.inputs + input;
+      std::memcpy(line + k - left, from, count * sizeof(Half));
+    }
+    rows[i] = _mm512_load_si512(line);
+  }
+}
+
 struct Convolution {
   Axes axes;
   int64_t B, C, N;
   const Half *x, *kernel;  // [B, E, H, W, C], [K, N]
   const float* bias;       // null for none
+  bool turned;             // whether the kernel is [taps, N, C], to be turned around
 
   int64_t K() const { return axes.taps() * C; }
   int64_t M() const { return B * axes.places(); }
@@ -80,8 +102,10 @@ struct Convolution {
     kept.start(panels * kSide * depth / 2);
     auto* right = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
     const Matrix weights = {kernel, K(), N, N};
+    const Turned around = {kernel, axes.taps(), N, C, K()};
     parallel_for(pool, panels, [&](int64_t i) {
-      pack_panel(weights, i, right + i * kSide * depth);
+      Half* panel = right + i * kSide * depth;
+      turned ? pack_panel_transposed(around, i, panel) : pack_panel(weights, i, panel);
     });
     const int64_t parts = std::min<int64_t>(blocks, 8 * std::max<int64_t>(pool.num_threads(), 1));
     parallel_for(pool, parts, [&](int64_t part) {
@@ -214,14 +238,16 @@ Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel
                       ffi::AnyBuffer::Dimensions y, ffi::Span<const int64_t> stride,
                       ffi::Span<const int64_t> before) {
   const auto xd = x.dimensions();
-  return {read_axes(x, kernel, y, stride, before), xd[0], xd[4], kernel[4],
-          static_cast<const Half*>(x.untyped_data()), nullptr, nullptr};
+  return {read_axes(x, kernel, y, stride, before), xd[0], xd[4], y[4],
+          static_cast<const Half*>(x.untyped_data()), nullptr, nullptr, false};
 }
 
 ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,
                             ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> y,
-                            ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before) {
+                            ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before,
+                            bool turned) {
   Convolution c = read_call(x, kernel.dimensions(), y->dimensions(), stride, before);
+  c.turned = turned;
   c.kernel = static_cast<const Half*>(kernel.untyped_data());
   c.bias = bias.element_count() ? bias.typed_data() : nullptr;
   c.run(pool, static_cast<Half*>(y->untyped_data()));
@@ -248,7 +274,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_convolution, fornax::convolution_call,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<xla::ffi::Span<const int64_t>>("stride")
-                                  .Attr<xla::ffi::Span<const int64_t>>("before"));
+                                  .Attr<xla::ffi::Span<const int64_t>>("before")
+                                  .Attr<bool>("turned"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_convolution_kernel_gradient, fornax::kernel_gradient_call,
                               xla::ffi::Ffi::Bind()

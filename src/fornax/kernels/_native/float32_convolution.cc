@@ -1,7 +1,8 @@
 // Convolutions of images or videos whose channels come last in float32 arithmetic, as products of their
 // patches with the kernel. Patches are copied by blocks, where a product copies its operand anyway, and
 // lie nowhere as a whole. The kernel's gradient is the product of the patches, transposed, with that of
-// the result.
+// the result. The input's, where the stride is 1, is a convolution of that with the kernel turned around,
+// which is turned where it is copied.
 //
 // Letters: B batch, E, H, W frames, rows and columns of the input, C channels in, N out, K = window times C,
 // M places of the result.
@@ -115,6 +116,26 @@ void copy_a(const Patches<T>& a, int64_t top, int64_t rows, int64_t first, int64
   (a.transposed ? copy_channels<T> : copy_places<T>)(a, top, rows, first, depth, to);
 }
 
+// A kernel [taps, outputs, inputs] turned around: [taps inputs, outputs], the last tap first.
+template <typename T>
+struct Turned {
+  const T* kernel;
+  int64_t taps, inputs, outputs;
+};
+
+template <typename T>
+void copy_b(const Turned<T>& b, int64_t left, int64_t columns, int64_t first, int64_t depth,
+            float* to) {
+  for (int64_t j = 0; j < columns; j += kWide, to += kWide * depth) {
+    for (int64_t k = 0, count; k < depth; k += count) {
+      const int64_t tap = b.taps - 1 - (first + k) / b.inputs, input = (first + k) % b.inputs;
+      count = std::min(b.inputs - input, depth - k);
+      const Operand<T> of_tap = {b.kernel + tap * b.outputs * b.inputs, b.inputs, true};
+      copy_b(of_tap, left + j, std::min(kWide, columns - j), input, count, to + k * kWide);
+    }
+  }
+}
+
 template <typename T>
 Patches<T> patches_of(const ffi::AnyBuffer& x, const Axes& axes, bool transposed) {
   return {static_cast<const T*>(x.untyped_data()), axes, x.dimensions()[4], transposed};
@@ -122,11 +143,17 @@ Patches<T> patches_of(const ffi::AnyBuffer& x, const Axes& axes, bool transposed
 
 template <typename T>
 void convolve(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Axes& axes,
-              const ffi::AnyBuffer& kernel, const float* bias, ffi::AnyBuffer& y) {
-  const int64_t N = kernel.dimensions()[4], K = axes.taps() * x.dimensions()[4];
-  const Operand<T> weights = {static_cast<const T*>(kernel.untyped_data()), N, false};
-  share_product(pool, patches_of<T>(x, axes, false), weights, x.dimensions()[0] * axes.places(), N, K,
-                bias, static_cast<T*>(y.untyped_data()));
+              const ffi::AnyBuffer& kernel, bool turned, const float* bias, ffi::AnyBuffer& y) {
+  const int64_t M = x.dimensions()[0] * axes.places(), N = y.dimensions()[4];
+  const int64_t C = x.dimensions()[4], K = axes.taps() * C;
+  const Patches<T> patches = patches_of<T>(x, axes, false);
+  const T* weights = static_cast<const T*>(kernel.untyped_data());
+  T* to = static_cast<T*>(y.untyped_data());
+  if (turned) {
+    share_product(pool, patches, Turned<T>{weights, axes.taps(), C, N}, M, N, K, bias, to);
+  } else {
+    share_product(pool, patches, Operand<T>{weights, N, false}, M, N, K, bias, to);
+  }
 }
 
 template <typename T>
@@ -140,10 +167,12 @@ void kernel_gradient(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const Axes&
 
 ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,
                             ffi::Buffer<ffi::F32> bias, ffi::Result<ffi::AnyBuffer> y,
-                            ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before) {
+                            ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before,
+                            bool turned) {
   const Axes axes = read_axes(x, kernel.dimensions(), y->dimensions(), stride, before);
   const float* added = bias.element_count() ? bias.typed_data() : nullptr;
-  (x.element_type() == ffi::F32 ? convolve<float> : convolve<Half>)(pool, x, axes, kernel, added, *y);
+  const auto run = x.element_type() == ffi::F32 ? convolve<float> : convolve<Half>;
+  run(pool, x, axes, kernel, turned, added, *y);
   return ffi::Error::Success();
 }
 
@@ -167,7 +196,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_float32_convolution, fornax::convolution_ca
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<xla::ffi::Span<const int64_t>>("stride")
-                                  .Attr<xla::ffi::Span<const int64_t>>("before"));
+                                  .Attr<xla::ffi::Span<const int64_t>>("before")
+                                  .Attr<bool>("turned"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fornax_float32_convolution_kernel_gradient,
                               fornax::kernel_gradient_call,

@@ -136,9 +136,10 @@ void multiply(int64_t depth, const float* a, const float* b, const float* before
 }
 
 // The rows [top, bottom) and columns [left, right) of c = a b + bias, which may be null. Sums of several
-// blocks of the depth wait in c where that is float32. `a` is an `Operand`, or what else `copy_a` copies.
-template <typename A, typename From, typename To>
-void product(const A& a, const Operand<From>& b, int64_t K, const float* bias, To* c, int64_t c_row,
+// blocks of the depth wait in c where that is float32. Operands are `Operand`, or what else `copy_a` and
+// `copy_b` copy.
+template <typename A, typename B, typename To>
+void product(const A& a, const B& b, int64_t K, const float* bias, To* c, int64_t c_row,
              int64_t top, int64_t bottom, int64_t left, int64_t right) {
   constexpr bool in_c = std::is_same_v<To, float>;
   const int64_t blocks = (K + kDepth - 1) / kDepth, high = in_c || blocks == 1 ? bottom - top : kTall;
@@ -184,9 +185,9 @@ void product(const A& a, const Operand<From>& b, int64_t K, const float* bias, T
 }
 
 // c [M, N] = a b + bias by the threads of a pool.
-template <typename A, typename From, typename To>
-void share_product(ffi::ThreadPool& pool, const A& a, const Operand<From>& b, int64_t M, int64_t N,
-                   int64_t K, const float* bias, To* c) {
+template <typename A, typename B, typename To>
+void share_product(ffi::ThreadPool& pool, const A& a, const B& b, int64_t M, int64_t N, int64_t K,
+                   const float* bias, To* c) {
   const int64_t threads = pool.num_threads();
   const int64_t tasks = threads == 1 ? 1 : kTasks * threads;
   const int64_t high = std::clamp<int64_t>((M + kRows - 1) / kRows, 1, tasks);
