@@ -1,4 +1,5 @@
-"""Compiles the native kernels into a wheel, a library for each unit and instruction set.
+"""Compiles the native kernels into a wheel, a library for each unit and instruction set, and the
+caching allocator.
 
 Hatchling runs this where HATCH_BUILD_HOOK_ENABLE_CUSTOM is set (`make wheel`); without it a wheel
 is pure Python and compiles on first use.
@@ -16,6 +17,7 @@ import jax
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _PLACE = "fornax/kernels/_native"
+_ALLOCATOR = "fornax/config/allocator_library.py"
 
 
 class NativeKernels(BuildHookInterface):
@@ -45,5 +47,10 @@ class NativeKernels(BuildHookInterface):
                 subprocess.run(command, check=True)
                 place = f"{_PLACE}/prebuilt/{name}/{unit}.so"
                 build_data["force_include"][str(library)] = place
+        build = runpy.run_path(str(Path(self.root, "src", _ALLOCATOR)))
+        library = out / build["SHIPPED"].name
+        subprocess.run(build["compile_command"](cxx, library), check=True)
+        place = str(Path(_ALLOCATOR).with_name(library.name))
+        build_data["force_include"][str(library)] = place
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-linux_x86_64"

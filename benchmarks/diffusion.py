@@ -26,6 +26,7 @@ import numpy as np
 
 import _harness
 from fornax.config import environment
+from fornax.config.allocation import training_memory
 
 RATE, BETA1, BETA2, EPS, DECAY, CLIP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
 STEPS, SCALE, SIDE, CHANNELS, CLASSES = 4, 4.0, 32, 4, 1000
@@ -578,7 +579,7 @@ def main() -> None:
         training = args.task[0] == "train"  # steps follow one another, samples may not
         _harness.serve(lambda: make(SHAPES[args.shape[0]], args.folder), in_a_row=training)
         return
-    environment.become(environment.huge_pages())
+    environment.become(training_memory())
     wanted = args.only.split(",") if args.only else list(table["train"])
     unknown = sorted(set(wanted) - set(table["train"]))
     if unknown or any(own_of(one) not in wanted for one in wanted):

@@ -22,6 +22,7 @@ import numpy as np
 
 import _harness
 from fornax.config import environment
+from fornax.config.allocation import training_memory
 
 if TYPE_CHECKING:
     import jax
@@ -484,7 +485,7 @@ def main() -> None:
         shape = SHAPES[args.shape[0]]
         _harness.serve(lambda: {**CONTESTANTS, **PEAKS}[args.worker](shape))
         return
-    environment.become(environment.huge_pages())
+    environment.become(training_memory())
     wanted = args.only.split(",") if args.only else list(CONTESTANTS)
     unknown = sorted(set(wanted) - set(CONTESTANTS))
     if unknown or "fornax" not in wanted:

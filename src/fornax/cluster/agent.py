@@ -26,8 +26,9 @@ from fornax.cluster.local_checkpoints import LocalCheckpoints
 from fornax.cluster.messages import CLEAN, Assignment, Observation, decode, encode
 from fornax.cluster.peer_memory import PeerMemory
 from fornax.cluster.process_state import ProcessState, is_stopped
-from fornax.config import environment, worker_record
+from fornax.config import worker_record
 from fornax.config.addresses import is_loopback, own_address
+from fornax.config.allocation import training_memory
 from fornax.config.credentials import Credentials
 from fornax.config.jsonl import append_json_line
 from fornax.config.worker_process import WorkerProcess, has_room, receive, send
@@ -493,7 +494,7 @@ class Agent:
     def _process(self) -> WorkerProcess:
         with self._files.log(self._rank).open("ab") as log:
             worker = WorkerProcess(
-                "fornax.cluster.worker:run", log=log, environment=environment.huge_pages()
+                "fornax.cluster.worker:run", log=log, environment=training_memory()
             )
         worker.send(self._imports)
         return worker

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 __all__ = [
     "become",
@@ -27,7 +28,6 @@ __all__ = [
     "full_traceback",
     "gce_metadata_server",
     "host_tokens",
-    "huge_pages",
     "launcher_variables",
     "leave_gpu_memory",
     "limit_cpu_threads",
@@ -38,18 +38,21 @@ __all__ = [
     "one_cpu_thread",
     "only_cpu",
     "openai_api_key",
+    "preloading",
     "prepare_ray",
     "prepare_virtual_devices",
-    "restart_with_huge_pages",
+    "restart",
     "samplers",
     "set_default_platform_quiet",
     "slices",
     "snapshot_memory",
     "tpu_compiler",
+    "trains_on_cpu",
     "usable_cores",
     "virtual_cpus",
     "visible_gpus",
     "vllm_plugins",
+    "with_tunable",
     "worker_record",
 ]
 
@@ -93,6 +96,8 @@ _DOCUMENTED = {
     "GLIBC_TUNABLES": "fornax train, tune and quickstart add glibc.malloc.hugetlb=1 where they run "
     "on CPUs alone and Linux gives huge pages on request; glibc.malloc.hugetlb=0 keeps them "
     "off.",
+    "LD_PRELOAD": "fornax train, tune and quickstart preload an allocator that keeps large blocks "
+    "where they run on CPUs alone; a value of your own, even an empty one, keeps it out.",
     "MLFLOW_TRACKING_TOKEN": "The token that log.mlflow sends to its server; without it "
     "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, where they are set.",
     "OPENAI_API_KEY": "The key that fornax bench serve sends, for a server that needs one.",
@@ -413,36 +418,32 @@ def one_cpu_thread() -> Iterator[None]:
             os.environ["NPROC"] = before
 
 
-_HUGE_PAGES = "glibc.malloc.hugetlb"
-_HUGE_PAGES_MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ACCELERATORS = ("nvidia0", "kfd", "accel0", "vfio/0")
 
 
-def huge_pages() -> dict[str, str]:
-    """What a process that trains on CPUs needs in its environment so that glibc asks Linux for huge
-    pages; nothing where they would not come, come anyway, or the user chose.
-
-    XLA takes a step's temporaries again each step. Zeroed and mapped by 4 KiB they cost a seventh
-    of the processor time of a step of 36M parameters (docs/guides/kernels.md).
-    """
-    chosen = os.environ.get("GLIBC_TUNABLES", "")
+def trains_on_cpu() -> bool:
+    """Whether what this process trains lies in memory that glibc gives out."""
     elsewhere = any((Path("/dev") / name).exists() for name in _ACCELERATORS) and not only_cpu()
-    if sys.platform != "linux" or _HUGE_PAGES in chosen or elsewhere:
-        return {}
-    try:
-        on_request = "[madvise]" in _HUGE_PAGES_MODE.read_text()
-    except OSError:
-        return {}
-    tunables = ":".join(filter(None, (chosen, f"{_HUGE_PAGES}=1")))
-    return {"GLIBC_TUNABLES": tunables} if on_request else {}
+    return sys.platform == "linux" and not elsewhere
 
 
-def restart_with_huge_pages() -> None:
-    """Run this command from its start with `huge_pages`, which glibc reads then and never again.
-    The process stays the same; returns where there is nothing to change."""
-    changes = huge_pages()
-    if changes:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], for_child(changes))
+def with_tunable(name: str, value: str) -> dict[str, str]:
+    """The variable that sets a tunable of glibc's beside those set; nothing where it is set."""
+    chosen = os.environ.get("GLIBC_TUNABLES", "")
+    if name in chosen:
+        return {}
+    return {"GLIBC_TUNABLES": ":".join(filter(None, (chosen, f"{name}={value}")))}
+
+
+def preloading(library: Path | None) -> dict[str, str]:
+    """The variable that preloads a library; nothing where there is none, or the user chose one."""
+    return {} if library is None or "LD_PRELOAD" in os.environ else {"LD_PRELOAD": str(library)}
+
+
+def restart(changes: Mapping[str, str]) -> NoReturn:
+    """Run this command from its start with variables that are read there alone. The process stays
+    the same."""
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], for_child(changes))
 
 
 def leave_gpu_memory() -> None:

@@ -1,7 +1,6 @@
 """Processes that cannot join refuse to run; the environment has one reader."""
 
 import os
-import platform
 import re
 import socket
 import subprocess
@@ -210,57 +209,3 @@ def test_more_virtual_devices_than_cores_get_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "5")
     environment.prepare_virtual_devices()
     assert os.environ["NPROC"] == "5"
-
-
-_RESTARTED = """
-import os, re, sys
-from pathlib import Path
-from fornax.config import environment
-
-environment.restart_with_huge_pages()
-block = bytearray(64 << 20)
-huge = re.search(r"AnonHugePages: +([0-9]+)", Path("/proc/self/smaps_rollup").read_text())[1]
-print(os.getpid(), os.environ.get("GLIBC_TUNABLES"), huge, *sys.argv[1:])
-"""
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or not environment.huge_pages(),
-    reason="Linux gives huge pages to all, or to none",
-)
-def test_a_command_that_trains_gets_huge_pages():
-    """The process stays the same, with its arguments; who chose is left alone."""
-
-    def restarted(**variables):
-        command = [sys.executable, "-c", _RESTARTED, "a b", "--c"]
-        child = subprocess.Popen(
-            command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
-        )
-        out, _ = child.communicate(timeout=240)
-        pid, tunables, huge, *words = out.split()
-        assert (int(pid), words) == (child.pid, ["a", "b", "--c"])
-        return tunables, int(huge)
-
-    tunables, huge = restarted()
-    assert tunables == "glibc.malloc.hugetlb=1"
-    assert huge > 40 << 10  # KiB, of 64 MiB
-    assert restarted(GLIBC_TUNABLES="glibc.malloc.perturb=0")[0] == (
-        "glibc.malloc.perturb=0:glibc.malloc.hugetlb=1"
-    )
-    assert restarted(GLIBC_TUNABLES="glibc.malloc.hugetlb=0") == ("glibc.malloc.hugetlb=0", 0)
-
-
-def test_training_asks_for_huge_pages_only_where_they_help(monkeypatch, tmp_path):
-    mode = tmp_path / "enabled"
-    monkeypatch.setattr(environment, "_HUGE_PAGES_MODE", mode)
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert environment.huge_pages() == {}
-    for text, changes in (
-        ("always [madvise] never", {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}),
-        ("[always] madvise never", {}),
-        ("always madvise [never]", {}),
-    ):
-        mode.write_text(text)
-        assert environment.huge_pages() == changes

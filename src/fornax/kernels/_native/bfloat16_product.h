@@ -196,9 +196,9 @@ inline void pack_panel(const Matrix& b, int64_t index, Half* panel) {
   }
 }
 
-// Panel `index` of b = m^T, m [N, K] a `Matrix`, or what else `rows_of` reads.
-template <typename M = Matrix>
-inline void pack_panel_transposed(const M& m, int64_t index, Half* panel) {
+// Panel `index` of b = m^T, m [N, K] what `rows_of` reads.
+template <typename M>
+void pack_transposed(const M& m, int64_t index, Half* panel) {
   __m512i rows[16];
   for (int64_t t = 0; t < tiles_of(m.columns); ++t) {
     for (int64_t half = 0; half < 2; ++half, panel += kTileSize) {
@@ -207,6 +207,10 @@ inline void pack_panel_transposed(const M& m, int64_t index, Half* panel) {
       for (int64_t r = 0; r < kTile; ++r) _mm512_storeu_si512(panel + r * kDepth, rows[r]);
     }
   }
+}
+
+inline void pack_panel_transposed(const Matrix& m, int64_t index, Half* panel) {
+  pack_transposed(m, index, panel);
 }
 
 // Block `index` of 32 rows of a [M, K], rows of whole tiles.

@@ -12,11 +12,7 @@ import ctypes
 import functools
 import hashlib
 import logging
-import os
 import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,11 +21,10 @@ import jax
 import jaxlib
 
 from fornax.config import environment
+from fornax.config.cxx import CxxError, compile_library, compiler, version
 from fornax.kernels._native import units
 
 __all__ = ["build_all", "compiled", "compiler", "has_features", "library_path", "unavailable"]
-
-_TIMEOUT_S = 300
 
 _log = logging.getLogger("fornax.kernels")
 
@@ -38,10 +33,6 @@ _PREBUILT = units.SOURCES / "prebuilt"
 _locks = {unit: threading.Lock() for unit in units.UNITS}
 _reasons: dict[str, str | None] = {}
 """Unit to why it cannot be used, or to None once it is registered."""
-
-
-class _BuildError(Exception):
-    """Why there is no library, as half a sentence."""
 
 
 def unavailable(unit: str) -> str | None:
@@ -59,7 +50,7 @@ def unavailable(unit: str) -> str | None:
 def _register(unit: str) -> str | None:
     try:
         library = _load(library_path(unit))
-    except _BuildError as error:
+    except CxxError as error:
         _notice(str(error))
         return str(error)
     if not all(hasattr(library, target) for target in units.UNITS[unit]):
@@ -99,18 +90,10 @@ def compiled() -> tuple[int, int]:
     for unit in units.UNITS:
         try:
             there = _prebuilt(unit) is not None or (cxx is not None and _place(cxx, unit).exists())
-        except _BuildError:
+        except CxxError:
             there = False
         found += there
     return found, len(units.UNITS)
-
-
-def compiler() -> str | None:
-    """Return the C++ compiler's path: CXX if set, else the first of c++, g++, clang++."""
-    named = environment.cxx()
-    if named is not None:
-        return shutil.which(named)
-    return next((found for c in ("c++", "g++", "clang++") if (found := shutil.which(c))), None)
 
 
 def library_path(unit: str) -> Path:
@@ -120,7 +103,7 @@ def library_path(unit: str) -> Path:
         return prebuilt
     cxx = compiler()
     if cxx is None:
-        raise _BuildError("no C++ compiler was found; install g++ or clang++, or set CXX")
+        raise CxxError("no C++ compiler was found; install g++ or clang++, or set CXX")
     path = _place(cxx, unit)
     if not path.exists():
         _compile(cxx, unit, path)
@@ -156,21 +139,11 @@ def _features() -> frozenset[str]:
 def _fingerprint(cxx: str, unit: str) -> str:
     """Name everything that a unit's library depends on."""
     digest = hashlib.sha256()
-    for part in (_version(cxx), *units.FLAGS, *units.NATIVE, _processor(), jaxlib.__version__):
+    for part in (version(cxx), *units.FLAGS, *units.NATIVE, _processor(), jaxlib.__version__):
         digest.update(part.encode() + b"\0")
     for name in (*units.HEADERS, f"{unit}.cc"):
         digest.update((units.SOURCES / name).read_bytes() + b"\0")
     return digest.hexdigest()[:24]
-
-
-def _version(cxx: str) -> str:
-    try:
-        done = subprocess.run(
-            [cxx, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _BuildError(f"{cxx} --version failed: {error}") from error
-    return done.stdout
 
 
 def _processor() -> str:
@@ -188,28 +161,13 @@ def _cpuinfo() -> list[str]:
 
 
 def _compile(cxx: str, unit: str, path: Path) -> None:
-    source = f"{unit}.cc"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".so.tmp")
-    except OSError as error:
-        raise _BuildError(
-            f"{path.parent} cannot be written ({error.strerror}); set FORNAX_CACHE_DIR"
-        ) from error
-    os.close(handle)
-    _announce()
     include = jax.ffi.include_dir()
-    command = units.compile_command(cxx, unit, temporary, include=include, march=units.NATIVE)
-    try:
-        subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True)
-        os.replace(temporary, path)
-    except subprocess.CalledProcessError as error:
-        first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr)
-        raise _BuildError(f"{cxx} failed to compile {source}: {first.strip()}") from error
-    except (OSError, subprocess.SubprocessError) as error:
-        raise _BuildError(f"{cxx} failed to compile {source}: {error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+
+    def command(output: str) -> list[str]:
+        _announce()
+        return units.compile_command(cxx, unit, output, include=include, march=units.NATIVE)
+
+    compile_library(command, f"{unit}.cc", path)
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -217,6 +175,6 @@ def _load(path: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(path))
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise _BuildError(
+        raise CxxError(
             f"{path} could not be loaded and was removed ({error}); start again to recompile it"
         ) from error

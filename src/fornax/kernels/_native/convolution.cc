@@ -105,7 +105,7 @@ struct Convolution {
     const Turned around = {kernel, axes.taps(), N, C, K()};
     parallel_for(pool, panels, [&](int64_t i) {
       Half* panel = right + i * kSide * depth;
-      turned ? pack_panel_transposed(around, i, panel) : pack_panel(weights, i, panel);
+      turned ? pack_transposed(around, i, panel) : pack_panel(weights, i, panel);
     });
     const int64_t parts = std::min<int64_t>(blocks, 8 * std::max<int64_t>(pool.num_threads(), 1));
     parallel_for(pool, parts, [&](int64_t part) {
