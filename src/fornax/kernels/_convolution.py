@@ -75,10 +75,10 @@ def convolution(
 
     y[b, i] = sum_(w, c) x[b, i stride + w - before, c] kernel[w, c] + bias, as cross-correlation,
     with zeros outside of x. A convolution that is causal over frames has (window - 1, 0) as their
-    padding. On one CPU with AVX2 it is native in bfloat16, and without AVX-512 in float32: sums
-    and bias are float32, rounded once, and an image's result has the same bits whatever the batch
-    is; so are its gradients, but for that of x where the stride is more than 1. Elsewhere it is
-    XLA's, which rounds the sum to the dtype of x before it adds the bias.
+    padding. On one CPU with AVX2 it is native in bfloat16 and float32: sums and bias are float32,
+    rounded once, and an image's result has the same bits whatever the batch is; so are its
+    gradients, but for that of x where the stride is more than 1. Elsewhere it is XLA's, which
+    rounds the sum to the dtype of x before it adds the bias.
 
     Args:
         x: [B, H, W, C], or [B, E, H, W, C] with E frames.
@@ -268,14 +268,14 @@ batching.primitive_batchers[_tangent] = _batch
 
 def _unit_of(dtype: DTypeLike) -> str | None:
     """The unit that convolves on this processor; None where XLA does."""
-    unit = _matmul.unit_of(dtype, _matmul.LEFT_TRANSPOSED)
+    unit = _matmul.unit_of(dtype, _matmul.LEFT_TRANSPOSED)  # native in float32 everywhere
     return unit and unit.replace("matmul", "convolution")
 
 
 def _declines(call: ConvolutionCall) -> str | None:
     unit = _unit_of(call.dtype)
     if unit is None:
-        return f"XLA is as fast in {call.dtype} on this processor"
+        return f"it convolves bfloat16 and float32 with AVX2, not {call.dtype} here"
     if min(call.channels, call.outputs) < _FEWEST:
         return f"it takes {_FEWEST} channels or more, not {min(call.channels, call.outputs)}"
     if unit == "float32_convolution" and _work(call).flops < 2 * _matmul.LEAST:

@@ -63,19 +63,13 @@ template <typename T>
 void copy_places(const Patches<T>& a, int64_t top, int64_t rows, int64_t first, int64_t depth,
                  float* to) {
   typename Patches<T>::Place next = a.place(top);
-  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * depth) {
-    const int64_t some = std::min<int64_t>(kHigh, rows - i);
-    typename Patches<T>::Place places[kHigh];
-    for (int64_t r = 0; r < some; ++r, a.advance(next)) places[r] = next;
+  for (int64_t i = 0; i < round_up(rows, kHigh); ++i, a.advance(next)) {
+    float* row = to + i / kHigh * kHigh * kDepth + ByRow::place(i % kHigh, 0);
     for (int64_t k = 0, count; k < depth; k += count) {
       const int64_t tap = (first + k) / a.C, channel = (first + k) % a.C;
       count = std::min(a.C - channel, depth - k);
-      const T* lines[kHigh];
-      for (int64_t r = 0; r < some; ++r) {
-        const T* line = a.under(places[r], tap);
-        lines[r] = line != nullptr ? line + channel : nullptr;
-      }
-      copy_across([&](int64_t r) { return lines[r]; }, some, count, to + k * kHigh, kHigh);
+      const T* line = i < rows ? a.under(next, tap) : nullptr;
+      copy_line(line != nullptr ? line + channel : nullptr, count, row + k);
     }
   }
 }
@@ -86,7 +80,7 @@ void copy_channels(const Patches<T>& a, int64_t top, int64_t rows, int64_t first
                    float* to) {
   const T* lines[kDepth];
   int64_t found = -1;
-  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * depth) {
+  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * kDepth) {
     const int64_t some = std::min<int64_t>(kHigh, rows - i);
     for (int64_t r = 0, count; r < kHigh; r += count) {
       const int64_t tap = (top + i + r) / a.C, channel = (top + i + r) % a.C;

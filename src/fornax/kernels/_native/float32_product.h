@@ -52,15 +52,44 @@ void copy_across(const Row& row, int64_t lines, int64_t count, float* to, int64_
   }
 }
 
-// Copies a [rows, depth] as panels [depth, kHigh], zeros behind the last row.
+// Where a panel of a has the numbers that are multiplied one after another: its lines are copied whole where
+// they are contiguous, and are the depth's where those are.
+struct ByRow {
+  static int64_t place(int64_t row, int64_t k) { return row * kDepth + k; }
+};
+struct ByDepth {
+  static int64_t place(int64_t row, int64_t k) { return k * kHigh + row; }
+};
+
+// `count` numbers of a line, or zeros where it is null.
+template <typename T>
+void copy_line(const T* from, int64_t count, float* to) {
+  if (from == nullptr) {
+    std::fill_n(to, count, 0.0f);
+  } else if constexpr (std::is_same_v<T, float>) {
+    std::memcpy(to, from, count * sizeof(float));
+  } else {
+    for (int64_t k = 0; k < count; k += kLanes) {
+      if (k + kLanes <= count) {
+        store(to + k, load_wide(from + k));
+      } else {
+        for (; k < count; ++k) to[k] = widen(from[k]);
+      }
+    }
+  }
+}
+
+// Copies a [rows, depth] as panels of kHigh rows, which lie kHigh kDepth apart, zeros behind the last row.
 template <typename T>
 void copy_a(const Operand<T>& a, int64_t top, int64_t rows, int64_t first, int64_t depth,
             float* to) {
-  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * depth) {
+  for (int64_t i = 0; i < rows; i += kHigh, to += kHigh * kDepth) {
     const int64_t some = std::min<int64_t>(kHigh, rows - i);
     const T* from = a.element(top + i, first);
     if (!a.transposed) {
-      copy_across([&](int64_t r) { return from + r * a.row; }, some, depth, to, kHigh);
+      for (int64_t r = 0; r < kHigh; ++r) {
+        copy_line(r < some ? from + r * a.row : nullptr, depth, to + ByRow::place(r, 0));
+      }
     } else if (some < kHigh) {
       for (int64_t k = 0; k < depth; ++k) {
         for (int64_t r = 0; r < kHigh; ++r) {
@@ -95,29 +124,29 @@ void copy_b(const Operand<T>& b, int64_t left, int64_t columns, int64_t first, i
   }
 }
 
-// c [rows, columns] = before, unless that is null, + a panel of a times one of b.
-template <typename To>
-void multiply(int64_t depth, const float* a, const float* b, const float* before,
-              int64_t before_row, To* c, int64_t c_row, int64_t rows, int64_t columns) {
+// c [rows, columns] = before, unless that is null, + a panel of a times the first vectors of one of b.
+template <typename Places, int vecs, typename To>
+void multiply_vectors(int64_t depth, const float* a, const float* b, const float* before,
+                      int64_t before_row, To* c, int64_t c_row, int64_t rows, int64_t columns) {
   // They come from memory while the sums are made: without, loads and stores wait for it.
   for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
     __builtin_prefetch(c + i * c_row, 1);
     if (before != nullptr) __builtin_prefetch(before + i * before_row);
   }
-  Vec sums[kHigh][kVecs];
+  Vec sums[kHigh][vecs];
   clear(sums);
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; ++k) {
-    Vec line[kVecs];
-    for (int j = 0; j < kVecs; ++j) line[j] = load(b + k * kWide + j * kLanes);
+    Vec line[vecs];
+    for (int j = 0; j < vecs; ++j) line[j] = load(b + k * kWide + j * kLanes);
     for (int i = 0; i < kHigh; ++i) {
-      const Vec x = splat(a[k * kHigh + i]);
-      for (int j = 0; j < kVecs; ++j) sums[i][j] += x * line[j];
+      const Vec x = splat(a[Places::place(i, k)]);
+      for (int j = 0; j < vecs; ++j) sums[i][j] += x * line[j];
     }
   }
-  if (rows >= kHigh && columns >= kWide) {
+  if (rows >= kHigh && columns >= vecs * kLanes) {
     for (int i = 0; i < kHigh; ++i) {
-      for (int j = 0; j < kVecs; ++j) {
+      for (int j = 0; j < vecs; ++j) {
         Vec sum = sums[i][j];
         if (before != nullptr) sum += load(before + i * before_row + j * kLanes);
         store_narrow(c + i * c_row + j * kLanes, sum);
@@ -125,26 +154,35 @@ void multiply(int64_t depth, const float* a, const float* b, const float* before
     }
     return;
   }
-  alignas(64) float all[kHigh][kWide];
+  alignas(64) float all[kHigh][vecs * kLanes];
   std::memcpy(all, sums, sizeof all);
   for (int64_t i = 0; i < std::min<int64_t>(rows, kHigh); ++i) {
-    for (int64_t j = 0; j < std::min(columns, kWide); ++j) {
+    for (int64_t j = 0; j < std::min<int64_t>(columns, vecs * kLanes); ++j) {
       const float sum = before != nullptr ? before[i * before_row + j] + all[i][j] : all[i][j];
       narrow(sum, c + i * c_row + j);
     }
   }
 }
 
+// As many vectors as there are columns of c.
+template <typename Places, int vecs = kVecs, typename... Rest>
+void multiply(int64_t columns, Rest... rest) {
+  if constexpr (vecs > 1) {
+    if (columns <= (vecs - 1) * kLanes) return multiply<Places, vecs - 1>(columns, rest...);
+  }
+  multiply_vectors<Places, vecs>(rest..., columns);
+}
+
 // The rows [top, bottom) and columns [left, right) of c = a b + bias, which may be null. Sums of several
 // blocks of the depth wait in c where that is float32. Operands are `Operand`, or what else `copy_a` and
 // `copy_b` copy.
-template <typename A, typename B, typename To>
-void product(const A& a, const B& b, int64_t K, const float* bias, To* c, int64_t c_row,
-             int64_t top, int64_t bottom, int64_t left, int64_t right) {
+template <typename Places, typename A, typename B, typename To>
+void product_of(const A& a, const B& b, int64_t K, const float* bias, To* c, int64_t c_row,
+                int64_t top, int64_t bottom, int64_t left, int64_t right) {
   constexpr bool in_c = std::is_same_v<To, float>;
   const int64_t blocks = (K + kDepth - 1) / kDepth, high = in_c || blocks == 1 ? bottom - top : kTall;
   const int64_t wide = round_up(std::min(kColumns, right - left), kWide);
-  const int64_t of_a = kRows * kDepth + 16;  // some numbers behind the last are written too
+  const int64_t of_a = kRows * kDepth;
   const int64_t of_sums = in_c || blocks == 1 ? 0 : std::min(high, bottom - top) * wide;
   Arena& arena = Arena::of_this_thread();
   arena.start(of_a + wide * kDepth + of_sums);
@@ -165,16 +203,18 @@ void product(const A& a, const B& b, int64_t K, const float* bias, To* c, int64_
           copy_a(a, start + at, rows, first, depth, panels_a);
           for (int64_t j = 0; j < columns; j += kWide) {
             for (int64_t i = 0; i < rows; i += kHigh) {
-              const float *of_rows = panels_a + i * depth, *of_columns = panels_b + j * depth;
+              const float *of_rows = panels_a + i * kDepth, *of_columns = panels_b + j * depth;
               float* sum = sums + (at + i) * row + j;
               const float* of_bias = bias != nullptr ? bias + from + j : nullptr;
               const float* before = block > 0 ? sum : of_bias;
               const int64_t apart = block > 0 ? row : 0;
               if (block + 1 < blocks) {
-                multiply(depth, of_rows, of_columns, before, apart, sum, row, rows - i, columns - j);
+                multiply<Places>(columns - j, depth, of_rows, of_columns, before, apart, sum, row,
+                                 rows - i);
               } else {
-                multiply(depth, of_rows, of_columns, before, apart, to + (at + i) * c_row + j, c_row,
-                         rows - i, columns - j);
+                To* out = to + (at + i) * c_row + j;
+                multiply<Places>(columns - j, depth, of_rows, of_columns, before, apart, out, c_row,
+                                 rows - i);
               }
             }
           }
@@ -182,6 +222,11 @@ void product(const A& a, const B& b, int64_t K, const float* bias, To* c, int64_
       }
     }
   }
+}
+
+template <typename A, typename... Rest>
+void product(const A& a, Rest... rest) {
+  a.transposed ? product_of<ByDepth>(a, rest...) : product_of<ByRow>(a, rest...);
 }
 
 // c [M, N] = a b + bias by the threads of a pool.
