@@ -1,5 +1,5 @@
 // Convolutions of bfloat16 images or videos whose channels come last, as products of their patches with the kernel:
-// patches of 32 places at a time are copied into the second cache, and never all of them. So is the kernel's gradient,
+// parts of the patches of some places at a time are copied into the second cache, and never all of them. So is the kernel's gradient,
 // a product of the patches, transposed, with that of the result. The input's, where the stride is 1, is a convolution
 // of that with the kernel turned around, which is turned where it is packed.
 //
@@ -46,53 +46,71 @@ struct Convolution {
   int64_t K() const { return axes.taps() * C; }
   int64_t M() const { return B * axes.places(); }
 
-  // The patch of place m, [K]; zeros where it lies outside.
-  void copy_patch(int64_t m, Half* to) const {
+  // Elements from `first` to `last` of the patch of place m, of [K]; zeros where it lies outside.
+  void copy_patch(int64_t m, int64_t first, int64_t last, Half* to) const {
     const int64_t place = m % axes.places();
     const int64_t at[3] = {place / (axes.out[2] * axes.out[1]), place / axes.out[2] % axes.out[1],
                            place % axes.out[2]};
     const Half* image = x + m / axes.places() * axes.in[0] * axes.in[1] * axes.in[2] * C;
-    int64_t tap[3];
-    for (tap[0] = 0; tap[0] < axes.window[0]; ++tap[0]) {
-      for (tap[1] = 0; tap[1] < axes.window[1]; ++tap[1]) {
-        for (tap[2] = 0; tap[2] < axes.window[2]; ++tap[2], to += C) {
-          int64_t from = 0;
-          bool inside = true;
-          for (int i = 0; i < 3; ++i) {
-            const int64_t index = at[i] * axes.stride[i] + tap[i] - axes.before[i];
-            inside = inside && index >= 0 && index < axes.in[i];
-            from = from * axes.in[i] + index;
-          }
-          if (inside) {
-            std::memcpy(to, image + from * C, C * sizeof(Half));
-          } else {
-            std::memset(to, 0, C * sizeof(Half));
-          }
-        }
+    for (int64_t k = first, count; k < last; k += count, to += count) {
+      const int64_t channel = k % C;
+      count = std::min(C - channel, last - k);
+      int64_t tap = k / C, from = 0, step = 1;
+      bool inside = true;
+      for (int i = 2; i >= 0; --i, tap /= axes.window[i + 1]) {
+        const int64_t index = at[i] * axes.stride[i] + tap % axes.window[i] - axes.before[i];
+        inside = inside && index >= 0 && index < axes.in[i];
+        from += index * step;
+        step *= axes.in[i];
+      }
+      if (inside) {
+        std::memcpy(to, image + from * C + channel, count * sizeof(Half));
+      } else {
+        std::memset(to, 0, count * sizeof(Half));
       }
     }
   }
 
-  // Places of block `index`, with all columns.
-  void multiply(int64_t index, const Half* panels, Half* rows, Half* y) const {
-    const int64_t depth = tiles_of(K()) * kDepth, top = index * kSide;
-    const int64_t height = std::min(kSide, M() - top);
-    for (int64_t i = 0; i < kSide; ++i) {
-      Half* to = rows + i * depth;
-      if (i < height) copy_patch(top + i, to);
-      const int64_t from = i < height ? K() : 0;
-      std::memset(to + from, 0, (depth - from) * sizeof(Half));
-    }
+  static constexpr int64_t kChunk = 1024;             // of K: patches of a block and a panel lie in the second cache
+  static constexpr int64_t kRow = kChunk + kDepth;    // between rows of patches, which would share lines of the first
+  static constexpr int64_t kBlocks = 4;               // of kSide places, which use a panel while it is there
+
+  // Places from `top` to `bottom`, kBlocks blocks of kSide at most, with all columns.
+  void multiply(int64_t top, int64_t bottom, const Half* panels, Half* y) const {
+    const int64_t depth = tiles_of(K()) * kDepth, line = round_up(N, kSide);
+    const int64_t height = round_up(bottom - top, kSide);
+    Arena& arena = Arena::of_this_thread();
+    arena.start(height * kRow / 2 + height * line);
+    auto* rows = reinterpret_cast<Half*>(arena.take(height * kRow / 2));
+    float* total = arena.take(height * line);
     alignas(64) float sums[kSide * kSide];
-    for (int64_t p = 0; p < blocks_of(N); ++p) {
-      const int64_t left = p * kSide, width = std::min(kSide, N - left);
-      block_product(tiles_of(K()), rows, depth, panels + left * depth, sums, kSide);
+    for (int64_t from = 0; from < depth; from += kChunk) {
+      const int64_t tiles = tiles_of(std::min(kChunk, depth - from)), end = from + tiles * kDepth;
       for (int64_t i = 0; i < height; ++i) {
-        float* line = sums + i * kSide;
-        for (int64_t j = 0; bias && j < width; ++j) line[j] += bias[left + j];
-        Half* to = y + (top + i) * N + left;
-        for (int64_t j = 0; j < width; j += 16) narrow_16(line + j, first_16(width - j), to + j);
+        Half* to = rows + i * kRow;
+        const int64_t last = top + i < bottom ? std::min(end, K()) : from;
+        copy_patch(top + i, from, last, to);
+        std::memset(to + last - from, 0, (end - last) * sizeof(Half));
       }
+      for (int64_t left = 0; left < N; left += kSide) {
+        const Half* panel = panels + left * depth + from * kSide;
+        for (int64_t i = 0; i < height; i += kSide) {
+          float* to = total + i * line + left;
+          if (from == 0) {
+            block_product(tiles, rows + i * kRow, kRow, panel, to, line);
+            continue;
+          }
+          block_product(tiles, rows + i * kRow, kRow, panel, sums, kSide);
+          for (int64_t r = 0; r < kSide; ++r) {
+            for (int64_t j = 0; j < kSide; ++j) to[r * line + j] += sums[r * kSide + j];
+          }
+        }
+      }
+    }
+    for (int64_t i = 0; i < bottom - top; ++i) {
+      float* of_row = total + i * line;
+      for (int64_t j = 0; bias && j < N; ++j) of_row[j] += bias[j];
+      for (int64_t j = 0; j < N; j += 16) narrow_16(of_row + j, first_16(N - j), y + (top + i) * N + j);
     }
   }
 
@@ -107,15 +125,12 @@ struct Convolution {
       Half* panel = right + i * kSide * depth;
       turned ? pack_transposed(around, i, panel) : pack_panel(weights, i, panel);
     });
-    const int64_t parts = std::min<int64_t>(blocks, 8 * std::max<int64_t>(pool.num_threads(), 1));
-    parallel_for(pool, parts, [&](int64_t part) {
+    // As few blocks at once as give each thread some.
+    const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+    const int64_t step = kSide * std::clamp<int64_t>(blocks / (4 * threads), 1, kBlocks);
+    parallel_for(pool, (M() + step - 1) / step, [&](int64_t part) {
       const Tiles tiles;
-      Arena& arena = Arena::of_this_thread();
-      arena.start(kSide * depth / 2);
-      auto* rows = reinterpret_cast<Half*>(arena.take(kSide * depth / 2));
-      for (int64_t i = blocks * part / parts; i < blocks * (part + 1) / parts; ++i) {
-        multiply(i, right, rows, y);
-      }
+      multiply(part * step, std::min((part + 1) * step, M()), right, y);
     });
   }
 };

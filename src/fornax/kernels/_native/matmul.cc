@@ -35,40 +35,47 @@ struct Product {
 
   // Rows of whole tiles are multiplied where they are.
   bool in_place() const { return form != kLeftTransposed && K % kDepth == 0; }
-  int64_t floats() const {
-    return (blocks_of(N) + blocks_of(M)) * kSide * tiles_of(K) * kDepth / 2 + 64;
-  }
+  int64_t depth() const { return tiles_of(K) * kDepth; }
 
+  // The shorter side is packed first. A block of the longer is packed where it is multiplied with all of
+  // that, and so while it is in the second cache.
   void run(ffi::ThreadPool& pool) const {
-    const int64_t depth = tiles_of(K) * kDepth, panels = blocks_of(N), blocks = blocks_of(M);
-    Arena& arena = Arena::of_this_thread();
-    arena.start(floats());
-    Half* const right = halves(arena, panels * kSide * depth);
-    Half* const left = halves(arena, blocks * kSide * depth);
+    const int64_t panels = blocks_of(N), blocks = blocks_of(M), size = kSide * depth();
     const int64_t first = in_place() ? M / kSide : 0;  // the first block of rows that is copied
-    const int64_t parts = panels + blocks - first;
-    const auto pack = [&](int64_t i) {
-      if (i < panels) {
-        (form == kRightTransposed ? pack_panel_transposed : pack_panel)(b, i,
-                                                                        right + i * kSide * depth);
-      } else {
-        const int64_t block = first + i - panels;
-        (form == kLeftTransposed ? pack_rows_transposed : pack_rows)(a, block,
-                                                                     left + block * kSide * depth);
-      }
-    };
-    in_parts(pool, parts, parts * kSide * depth >= kWorthPacking, pack);
     const bool by_rows = blocks >= panels;
-    const int64_t long_side = by_rows ? blocks : panels, short_side = by_rows ? panels : blocks;
-    in_parts(pool, long_side, M * N * K >= worth_sharing(), [&](int64_t i) {
+    const int64_t short_side = by_rows ? panels : blocks, done = by_rows ? 0 : first;
+    static thread_local Arena kept;
+    kept.start(short_side * size / 2);
+    Half* const whole = halves(kept, short_side * size);
+    const int64_t parts = short_side - done;
+    in_parts(pool, parts, parts * size >= kWorthPacking, [&](int64_t i) {
+      by_rows ? pack(i, whole + i * size) : pack_block(done + i, whole + (done + i) * size);
+    });
+    in_parts(pool, by_rows ? blocks : panels, M * N * K >= worth_sharing(), [&](int64_t i) {
       const Tiles tiles;
+      Arena& arena = Arena::of_this_thread();
+      arena.start(size / 2);
+      Half* const own = halves(arena, size);
+      if (!by_rows) {
+        pack(i, own);
+      } else if (i >= first) {
+        pack_block(i, own);
+      }
       for (int64_t j = 0; j < short_side; ++j) {
         const int64_t block = by_rows ? i : j, panel = by_rows ? j : i;
-        const bool copied = block >= first;
-        multiply(copied ? left + block * kSide * depth : a.at + block * kSide * a.row,
-                 copied ? depth : a.row, right + panel * kSide * depth, block, panel);
+        const Half *rows = a.at + block * kSide * a.row, *copied = by_rows ? own : whole + j * size;
+        const bool there = block < first;
+        multiply(there ? rows : copied, there ? a.row : depth(), by_rows ? whole + j * size : own,
+                 block, panel);
       }
     });
+  }
+
+  void pack(int64_t panel, Half* to) const {
+    (form == kRightTransposed ? pack_panel_transposed : pack_panel)(b, panel, to);
+  }
+  void pack_block(int64_t block, Half* to) const {
+    (form == kLeftTransposed ? pack_rows_transposed : pack_rows)(a, block, to);
   }
 
   void multiply(const Half* rows, int64_t row, const Half* panel, int64_t block,
