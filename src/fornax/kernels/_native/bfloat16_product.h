@@ -184,9 +184,13 @@ inline void rows_of(const Matrix& m, int64_t top, int64_t left, __m512i rows[16]
 inline int64_t tiles_of(int64_t depth) { return (depth + kDepth - 1) / kDepth; }
 inline int64_t blocks_of(int64_t size) { return (size + kSide - 1) / kSide; }
 
-// Panel `index` of b [K, N].
+// Panel `index` of b [K, N]. Its rows are one cache line each, far apart, which no processor foresees.
 inline void pack_panel(const Matrix& b, int64_t index, Half* panel) {
+  constexpr int64_t kAhead = 2 * kDepth;
   for (int64_t t = 0; t < tiles_of(b.rows); ++t) {
+    for (int64_t r = t * kDepth + kAhead; r < std::min(b.rows, (t + 1) * kDepth + kAhead); ++r) {
+      __builtin_prefetch(b.at + r * b.row + index * kSide);
+    }
     for (int64_t half = 0; half < 2; ++half, panel += kTileSize) {
       for (int64_t r = 0; r < kTile; ++r) {
         _mm512_storeu_si512(panel + r * kDepth,
