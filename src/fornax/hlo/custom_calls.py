@@ -282,8 +282,8 @@ def _rms_norm_gradient(_: Instruction, shapes: list[Shape], traffic: int) -> Cal
 
 
 def _convolution(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
-    """Return the cost of each place's window with the kernel."""
-    inner = math.prod(shapes[1].dims[:-1])
+    """Return the cost of each place's window with the kernel, which may be turned around."""
+    inner = shapes[1].size / instruction.shape.dims[-1]
     return CallCost("matmul", Work(flops=2.0 * instruction.shape.size * inner), traffic)
 
 

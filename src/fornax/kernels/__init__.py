@@ -13,6 +13,7 @@ from fornax.kernels._experts import (
     route_top_k,
     sort_by_group,
 )
+from fornax.kernels._few_rows import few_rows_linear, runs_few_rows
 from fornax.kernels._group_norm import GroupNormCall, group_norm, group_norm_operation
 from fornax.kernels._grouped import (
     GroupedCall,
@@ -193,6 +194,7 @@ __all__ = [
     "cross_entropy_operation",
     "empty_pages",
     "exchange_rows",
+    "few_rows_linear",
     "filter_logits",
     "filter_logits_operation",
     "fused_experts",
@@ -243,6 +245,7 @@ __all__ = [
     "rotary_embedding_operation",
     "round_operand",
     "route_top_k",
+    "runs_few_rows",
     "sample_tokens",
     "sample_tokens_operation",
     "sort_by_group",

@@ -28,6 +28,7 @@ UNITS = {
     "sampling": ("fornax_filter_logits", "fornax_sample_tokens"),
     "matmul": ("fornax_matmul", "fornax_orthogonalize"),
     "float32_matmul": ("fornax_float32_matmul",),
+    "few_rows": ("fornax_few_rows",),
     "float32_convolution": (
         "fornax_float32_convolution",
         "fornax_float32_convolution_kernel_gradient",

@@ -46,6 +46,7 @@ __all__ = [
     "ParallelBlock",
     "SequentialBlock",
     "first_input",
+    "vectors_ahead",
     "vectors_of",
 ]
 
@@ -72,7 +73,8 @@ class Inputs:
     features: Features | None = None
     """What blocks with embedders of their own embed."""
     shared_BnD: jax.Array | None = None
-    """Vectors of modulation that all blocks share, of the sample or of all tokens."""
+    """Vectors of modulation that all blocks share, of the sample or of all tokens; or those of a
+    block with its own, where they were made ahead."""
     shared_text_BnD: jax.Array | None = None
     """Those of the text, in joint blocks."""
     mask_BT: jax.Array | None = None
@@ -167,16 +169,35 @@ class _Vectors(nnx.Module):
         self, inputs: Inputs, shared_BnD: jax.Array | None, dtype: DTypeLike
     ) -> list[jax.Array]:
         vectors_BnD = shared_BnD
-        if self.projection is not None:
-            embedding_BE = inputs.embedding_BE
-            if self.embedder is not None and inputs.features is not None:
-                embedding_BE = jax.nn.silu(self.embedder(inputs.features))
-            assert embedding_BE is not None, "a block with modulation of its own has an embedding"
-            vectors_BnD = self.projection(embedding_BE)
+        if self.projection is not None and vectors_BnD is None:
+            vectors_BnD = self.projection(self._embedding(inputs))
         assert vectors_BnD is not None, "a run's shared vectors were not made"
         if self.table is not None:
             vectors_BnD = self.table(vectors_BnD)
         return [vectors_BnD[:, i : i + 1].astype(dtype) for i in range(self.count)]
+
+    def _embedding(self, inputs: Inputs) -> jax.Array:
+        embedding_BE = inputs.embedding_BE
+        if self.embedder is not None and inputs.features is not None:
+            embedding_BE = jax.nn.silu(self.embedder(inputs.features))
+        assert embedding_BE is not None, "a block with modulation of its own has an embedding"
+        return embedding_BE
+
+    @scoped
+    def ahead(self, inputs: Inputs) -> jax.Array | None:
+        """Of a stack of L blocks with modulations of their own, the vectors [L, B, n, D] of all, if
+        their weights are read faster at once than in the loop over blocks; else None."""
+        if self.projection is None or inputs.clean is not None:
+            return None
+        if self.embedder is None:
+            embedding_LBE = self._embedding(inputs)[None]
+        else:
+            graphdef, stacked = nnx.split(self.embedder)
+            given = inputs.features
+            embedding_LBE = jax.lax.map(
+                lambda state: jax.nn.silu(nnx.merge(graphdef, state)(given)), stacked
+            )
+        return self.projection.of_layers(embedding_LBE)
 
 
 class _Branch:
@@ -454,6 +475,20 @@ def first_input(
     part = block.sample if isinstance(block, JointBlock) else block
     vectors = part.vectors(inputs, inputs.shared_BnD, x_BTD.dtype)
     return _Branch(part.block, vectors, 0).into(part.norm(x_BTD))
+
+
+def vectors_ahead(
+    stack: SequentialBlock | JointBlock | ParallelBlock, inputs: Inputs
+) -> dict[str, jax.Array] | None:
+    """The fields of `Inputs` [L, ...] that a stack's blocks take from vectors made ahead, or None
+    (see `_Vectors.ahead`)."""
+    if isinstance(stack, JointBlock):
+        parts = {"shared_BnD": stack.sample, "shared_text_BnD": stack.text}
+    else:
+        parts = {"shared_BnD": stack}
+    found = {name: part.vectors.ahead(inputs) for name, part in parts.items()}
+    made = {name: vectors for name, vectors in found.items() if vectors is not None}
+    return made if len(made) == len(parts) else None
 
 
 def _maybe_norm(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from fornax import kernels
 from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.models.parts import MLP, Dense, Embedding, Make, timestep_embedding
 from fornax.diffusion.models.transformer.config import EmbedderConfig
@@ -154,6 +155,20 @@ class Modulation(nnx.Module):
         # Whole on each device: where XLA chooses, rows of joint blocks meet vectors of others
         # (jax 0.10.2; data, fsdp and tensor of 2 each).
         return constrain(self.linear(embedding_BE), ("batch", None, None))
+
+    @scoped
+    def of_layers(self, embedding_LBE: jax.Array) -> jax.Array | None:
+        """Of a stack of projections the vectors [L, B, count, D] of all, where a kernel reads the
+        stack in place (`kernels.runs_few_rows`); one embedding may be that of all layers."""
+        kernel = self.linear.kernel.get_value() if type(self.linear) is Dense else None
+        x_LBE = embedding_LBE.astype(self.linear.compute_dtype)
+        if kernel is None or not kernels.runs_few_rows(x_LBE, kernel):
+            return None
+        x_LBE = jnp.broadcast_to(x_LBE, (kernel.shape[0], *x_LBE.shape[1:]))
+        y = kernels.few_rows_linear(x_LBE, kernel.reshape(*kernel.shape[:2], -1))
+        y_LBnD = y.reshape(*y.shape[:2], *kernel.shape[2:])
+        graphdef, stacked = nnx.split(self.linear)
+        return jax.vmap(lambda state, y: nnx.merge(graphdef, state).add_bias(y))(stacked, y_LBnD)
 
 
 class Table(nnx.Module):

@@ -27,6 +27,7 @@ from fornax.diffusion.models.transformer.blocks import (
     ParallelBlock,
     SequentialBlock,
     first_input,
+    vectors_ahead,
 )
 from fornax.diffusion.models.transformer.config import (
     FractionalRopeConfig,
@@ -424,15 +425,20 @@ class Transformer(nnx.Module):
         remat: str | Remat,
     ) -> Any:
         """Tokens after a run's blocks, as one loop over their stacked parameters."""
-        graphdef, stacked = nnx.split(stack)
+        graphdef, modulations, rest = nnx.split(stack, nnx.PathContains("vectors"), ...)
+        vectors = vectors_ahead(stack, inputs)  # pyrefly: ignore[bad-argument-type]
+        if vectors is not None:  # the loop has no use for them, nor a gradient of zeros
+            modulations = jax.lax.stop_gradient(modulations)
+        stacked = (modulations, rest, vectors or {})
 
         def step(state: Any, carry: Any) -> Any:
-            block = nnx.merge(graphdef, state)
+            *states, vectors = state
+            block, own = nnx.merge(graphdef, *states), replace(inputs, **vectors)
             if run.block.kind == "joint":
-                return block(*carry, inputs)
+                return block(*carry, own)
             if run.block.kind == "parallel":
-                return block(carry, inputs)
-            return block(carry, inputs, grid)
+                return block(carry, own)
+            return block(carry, own, grid)
 
         step = rematerialise(step, remat, prevent_cse=run.count == 1)
         return jax.lax.scan(lambda carry, state: (step(state, carry), None), carry, stacked)[0]
