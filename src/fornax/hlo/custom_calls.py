@@ -287,6 +287,12 @@ def _convolution(instruction: Instruction, shapes: list[Shape], traffic: int) ->
     return CallCost("matmul", Work(flops=2.0 * instruction.shape.size * inner), traffic)
 
 
+def _few_rows(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
+    """Return the cost of each row with a matrix of its layer; the largest is that matrix."""
+    rows, *others = sorted((*shapes[:2], instruction.shape), key=lambda shape: shape.size)
+    return CallCost("matmul", Work(flops=2.0 * rows.dims[1] * others[-1].size), traffic)
+
+
 def _kernel_gradient(instruction: Instruction, shapes: list[Shape], traffic: int) -> CallCost:
     """Return the cost of each place's window with the gradient there."""
     inner = math.prod(instruction.shape.dims[:-1])
@@ -386,6 +392,7 @@ _CPU_KERNELS: dict[str, Callable[[Instruction, list[Shape], int], CallCost]] = {
     "fornax_packed_experts": _packed_experts,
     "fornax_group_order": _group_order,
     "fornax_route": _route,
+    "fornax_few_rows": _few_rows,
     "fornax_linear": _linear,
     "fornax_linear_blocks": _linear_blocks,
     "fornax_rms_norm": _rms_norm,
