@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import DTypeLike
 
 from fornax.config.errors import KernelError
 from fornax.kernels import _matmul, _native
@@ -26,11 +27,12 @@ _MOST = 15
 """Rows from which on products are worth packing a matrix for."""
 
 
-def runs_few_rows(x: jax.Array, w: object) -> bool:
-    """Whether the native kernel multiplies `x` [L, M, K] with `w`, arrays on one CPU."""
+def runs_few_rows(rows: int, dtype: DTypeLike, w: object) -> bool:
+    """Whether the native kernel multiplies so many rows of this dtype with `w`, an array [L, K, N]
+    on one CPU."""
     kinds = (jnp.float32, jnp.bfloat16)
-    fits = isinstance(w, jax.Array) and w.dtype in kinds and x.dtype in kinds
-    few = x.ndim == 3 and x.shape[1] <= _MOST
+    fits = isinstance(w, jax.Array) and w.dtype in kinds and jnp.dtype(dtype) in kinds
+    few = rows <= _MOST
     return fits and few and _matmul.on_one_cpu() and _native.unavailable("few_rows") is None
 
 

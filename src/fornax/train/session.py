@@ -118,6 +118,7 @@ class Programs:
                 shapes = self.shapes_of(rows)
                 with kernels.recording_choices() as made:
                     lowered = lower(shapes)
+                trim_heap()  # what the step's allocator keeps, while a compiler needs as much
                 compiled = self.compile(name, lowered)
                 trim_heap()  # what the compiler leaves, 0.7 GB for a U-Net on a CPU
                 self._compiled[key] = (compiled, shapes)

@@ -15,8 +15,7 @@ SHAPES = [(3, 2, 48, 96), (2, 1, 17, 33), (4, 15, 64, 1100), (1, 5, 7, 16), (5, 
 
 
 def _needs() -> None:
-    x = jnp.zeros((1, 1, 1))
-    if not kernels.runs_few_rows(x, x):
+    if not kernels.runs_few_rows(1, "float32", jnp.zeros((1, 1, 1))):
         pytest.skip("needs a C++ compiler, on one CPU")
 
 
@@ -97,14 +96,14 @@ def test_derivatives_of_derivatives_and_vmap() -> None:
 
 def test_it_declines_many_rows_other_devices_and_other_weights() -> None:
     _needs()
-    x = jnp.zeros((2, 16, 8))
-    assert not kernels.runs_few_rows(x, x)
-    assert kernels.runs_few_rows(x[:, :15], x)
-    assert not kernels.runs_few_rows(x[:, :1].astype(jnp.float16), x)
-    assert not kernels.runs_few_rows(x[:, :1], object())
+    w = jnp.zeros((2, 8, 8))
+    assert not kernels.runs_few_rows(16, "float32", w)
+    assert kernels.runs_few_rows(15, "float32", w)
+    assert not kernels.runs_few_rows(1, "float16", w)
+    assert not kernels.runs_few_rows(1, "float32", object())
     with kernels.target_platform("tpu"):
-        assert not kernels.runs_few_rows(x[:, :1], x)
+        assert not kernels.runs_few_rows(1, "float32", w)
     with use_mesh(make_mesh(MeshConfig(data=2, fsdp=1), devices=jax.devices()[:2])):
-        assert not kernels.runs_few_rows(x[:, :1], x)
+        assert not kernels.runs_few_rows(1, "float32", w)
     with pytest.raises(KernelError, match=r"must be \[L, M, K\] and \[L, K, N\]"):
-        kernels.few_rows_linear(x, x)
+        kernels.few_rows_linear(w, jnp.zeros((2, 9, 8)))

@@ -187,16 +187,17 @@ class _Vectors(nnx.Module):
     def ahead(self, inputs: Inputs) -> jax.Array | None:
         """Of a stack of L blocks with modulations of their own, the vectors [L, B, n, D] of all, if
         their weights are read faster at once than in the loop over blocks; else None."""
-        if self.projection is None or inputs.clean is not None:
+        given, embedding_BE = inputs.features, inputs.embedding_BE
+        rows = 0 if embedding_BE is None else embedding_BE.shape[0]
+        ready = inputs.clean is None and embedding_BE is not None
+        if self.projection is None or not ready or not self.projection.reads_layers(rows):
             return None
-        if self.embedder is None:
-            embedding_LBE = self._embedding(inputs)[None]
-        else:
-            graphdef, stacked = nnx.split(self.embedder)
-            given = inputs.features
-            embedding_LBE = jax.lax.map(
-                lambda state: jax.nn.silu(nnx.merge(graphdef, state)(given)), stacked
-            )
+        if self.embedder is None or given is None:
+            return self.projection.of_layers(self._embedding(inputs)[None])
+        graphdef, stacked = nnx.split(self.embedder)
+        embedding_LBE = jax.lax.map(
+            lambda state: jax.nn.silu(nnx.merge(graphdef, state)(given)), stacked
+        )
         return self.projection.of_layers(embedding_LBE)
 
 

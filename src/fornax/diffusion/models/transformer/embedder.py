@@ -156,14 +156,19 @@ class Modulation(nnx.Module):
         # (jax 0.10.2; data, fsdp and tensor of 2 each).
         return constrain(self.linear(embedding_BE), ("batch", None, None))
 
+    def reads_layers(self, rows: int) -> bool:
+        """Of a stack of projections: whether `of_layers` reads it in place."""
+        if type(self.linear) is not Dense:  # with adapters, say
+            return False
+        kernel = self.linear.kernel.get_value()
+        return kernels.runs_few_rows(rows, self.linear.compute_dtype, kernel)
+
     @scoped
-    def of_layers(self, embedding_LBE: jax.Array) -> jax.Array | None:
-        """Of a stack of projections the vectors [L, B, count, D] of all, where a kernel reads the
-        stack in place (`kernels.runs_few_rows`); one embedding may be that of all layers."""
-        kernel = self.linear.kernel.get_value() if type(self.linear) is Dense else None
+    def of_layers(self, embedding_LBE: jax.Array) -> jax.Array:
+        """Of a stack of projections that are arrays the vectors [L, B, count, D] of all; one
+        embedding may be that of all layers."""
+        kernel = self.linear.kernel[...]
         x_LBE = embedding_LBE.astype(self.linear.compute_dtype)
-        if kernel is None or not kernels.runs_few_rows(x_LBE, kernel):
-            return None
         x_LBE = jnp.broadcast_to(x_LBE, (kernel.shape[0], *x_LBE.shape[1:]))
         y = kernels.few_rows_linear(x_LBE, kernel.reshape(*kernel.shape[:2], -1))
         y_LBnD = y.reshape(*y.shape[:2], *kernel.shape[2:])
