@@ -65,3 +65,21 @@ def test_wheel_runs_without_a_compiler(name: str, installed: Path, tmp_path: Pat
     folder = installed / "fornax/kernels/_native/prebuilt" / str(chosen)
     assert done.stdout.split() == [str(folder / f"{unit}.so") for unit in units.UNITS]
     assert not list(tmp_path.glob("native/*"))
+
+
+def test_wheel_brings_the_allocator(installed: Path, tmp_path: Path) -> None:
+    program = "from fornax.config.allocation import training_memory as m; print(m()['LD_PRELOAD'])"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": str(installed), "PATH": "", "FORNAX_CACHE_DIR": str(tmp_path)}
+        | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    library = installed / "fornax/config/caching_allocator.so"
+    assert done.stdout.strip() == str(library)
+    assert library.exists()
+    assert not list(tmp_path.glob("native/*"))

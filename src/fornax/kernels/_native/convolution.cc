@@ -1,7 +1,7 @@
 // Convolutions of bfloat16 images or videos whose channels come last, as products of their patches with the kernel:
-// parts of the patches of some places at a time are copied into the second cache, and never all of them. So is the kernel's gradient,
-// a product of the patches, transposed, with that of the result. The input's, where the stride is 1, is a convolution
-// of that with the kernel turned around, which is turned where it is packed.
+// parts of the patches of some places at a time are copied into the second cache, and never all of them. So is the
+// kernel's gradient, a product of the patches, transposed, with that of the result. The input's, where the stride is
+// 1, is a convolution of that with the kernel turned around, which is turned where it is packed.
 //
 // Letters: B batch, E, H, W frames, rows and columns of the input, C channels in, N out, K = window times C.
 
@@ -71,9 +71,9 @@ struct Convolution {
     }
   }
 
-  static constexpr int64_t kChunk = 1024;             // of K: patches of a block and a panel lie in the second cache
-  static constexpr int64_t kRow = kChunk + kDepth;    // between rows of patches, which would share lines of the first
-  static constexpr int64_t kBlocks = 4;               // of kSide places, which use a panel while it is there
+  static constexpr int64_t kChunk = 1024;           // of K: patches of some blocks and a panel lie in the second cache
+  static constexpr int64_t kRow = kChunk + kDepth;  // between rows of patches, which would share lines of the first
+  static constexpr int64_t kBlocks = 4;             // of kSide places, which use a panel while it is there
 
   // Places from `top` to `bottom`, kBlocks blocks of kSide at most, with all columns.
   void multiply(int64_t top, int64_t bottom, const Half* panels, Half* y) const {
