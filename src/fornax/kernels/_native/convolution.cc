@@ -20,19 +20,32 @@ namespace {
 struct Turned {
   const Half* kernel;
   int64_t taps, rows, inputs, columns;
+
+  // Numbers of a row from `left` on, zeros behind the last.
+  __m512i parts(int64_t row, int64_t left) const {
+    alignas(64) Half line[kDepth] = {};
+    const int64_t end = std::min(left + kDepth, columns);
+    for (int64_t k = left, count; k < end; k += count) {
+      const int64_t tap = taps - 1 - k / inputs, input = k % inputs;
+      count = std::min(inputs - input, end - k);
+      const Half* from = kernel + (tap * rows + row) * inputs + input;
+      std::memcpy(line + k - left, from, count * sizeof(Half));
+    }
+    return _mm512_load_si512(line);
+  }
 };
 
 inline void rows_of(const Turned& m, int64_t top, int64_t left, __m512i rows[16]) {
+  const int64_t tap = m.taps - 1 - left / m.inputs, input = left % m.inputs;
+  const bool whole = input + kDepth <= m.inputs;  // otherwise more taps than one have a part
   for (int64_t i = 0; i < kTile; ++i) {
-    alignas(64) Half line[kDepth] = {};
-    const int64_t end = top + i < m.rows ? std::min(left + kDepth, m.columns) : left;
-    for (int64_t k = left, count; k < end; k += count) {
-      const int64_t tap = m.taps - 1 - k / m.inputs, input = k % m.inputs;
-      count = std::min(m.inputs - input, end - k);
-      const Half* from = m.kernel + (tap * m.rows + top + i) * m.inputs + input;
-      std::memcpy(line + k - left, from, count * sizeof(Half));
+    if (top + i >= m.rows) {
+      rows[i] = _mm512_setzero_si512();
+    } else if (whole) {
+      rows[i] = _mm512_loadu_si512(m.kernel + (tap * m.rows + top + i) * m.inputs + input);
+    } else {
+      rows[i] = m.parts(top + i, left);
     }
-    rows[i] = _mm512_load_si512(line);
   }
 }
 
