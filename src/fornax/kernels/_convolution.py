@@ -82,7 +82,8 @@ def convolution(
 
     Args:
         x: [B, H, W, C], or [B, E, H, W, C] with E frames.
-        kernel: [h, w, C, N], or [e, h, w, C, N], in the dtype of x.
+        kernel: [h, w, C, N], or [e, h, w, C, N], of any floating dtype; it is rounded to that of x
+            where it is read, and its gradient to its own.
         bias_N: of any floating dtype; None for none.
         stride: of the window, for all axes or for each.
         padding: zeros before and after each axis; None for the window's size less one, half of it
@@ -101,9 +102,9 @@ def convolution(
             f"convolution: x{x.shape} and kernel{kernel.shape} must be [B, H, W, C] and "
             "[h, w, C, N], or [B, E, H, W, C] and [e, h, w, C, N]"
         )
-    if x.dtype != kernel.dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not all(jnp.issubdtype(each.dtype, jnp.floating) for each in (x, kernel)):
         raise KernelError(
-            f"convolution: x is {x.dtype} and the kernel {kernel.dtype}; use one floating dtype"
+            f"convolution: x is {x.dtype} and the kernel {kernel.dtype}; use floating dtypes"
         )
     if bias_N is not None and bias_N.shape != kernel.shape[-1:]:
         raise KernelError(f"convolution: bias{bias_N.shape} must be {kernel.shape[-1:]}")
@@ -175,7 +176,7 @@ def _turned(how: _How, kernel: jax.Array) -> jax.Array:
 
 
 def _plain(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
-    axes, kernel = len(how.stride), _turned(how, kernel)
+    axes, kernel = len(how.stride), _turned(how, kernel).astype(x.dtype)
     letters = "DHW"[-axes:]
     pointwise = kernel.shape[:axes] == how.stride == (1,) * axes
     if pointwise and how.padding == ((0, 0),) * axes:
@@ -198,6 +199,7 @@ def _plain(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _native_run(how: _How, x: jax.Array, kernel: jax.Array, bias_N: jax.Array | None) -> jax.Array:
     B, *out, N = jax.eval_shape(functools.partial(_plain, how), x, kernel, None).shape
+    kernel = kernel.astype(_kernel_dtype(x.dtype, kernel.dtype))
     y = jax.ShapeDtypeStruct((B, *how.lead, *out, N), x.dtype)
     call = jax.ffi.ffi_call(f"fornax_{_unit_of(x.dtype)}", y, vmap_method="sequential")
     bias = jnp.zeros((0,)) if bias_N is None else bias_N.astype(jnp.float32)
@@ -243,10 +245,12 @@ def _x_cotangent(dy: jax.Array, x: Any, kernel: jax.Array, *, how: _How) -> jax.
 
 def _kernel_cotangent(dy: jax.Array, x: jax.Array, kernel: Any, *, how: _How) -> jax.Array:
     shape = jax.eval_shape(functools.partial(_turned, how), kernel.aval).shape
-    dkernel = jax.ShapeDtypeStruct((*how.lead, *shape), kernel.aval.dtype)
+    dtype = _kernel_dtype(x.dtype, kernel.aval.dtype)
+    dkernel = jax.ShapeDtypeStruct((*how.lead, *shape), dtype)
     target = f"fornax_{_unit_of(x.dtype)}_kernel_gradient"
     call = jax.ffi.ffi_call(target, dkernel, vmap_method="sequential")
-    return _turned(how, call(how.video(x), how.video(dy), **how.numbers).reshape(shape))
+    found = call(how.video(x), how.video(dy), **how.numbers).reshape(shape)
+    return _turned(how, found).astype(kernel.aval.dtype)
 
 
 def _batch(arrays: Any, dims: Any, *, how: _How) -> tuple[jax.Array, int]:
@@ -270,6 +274,12 @@ def _unit_of(dtype: DTypeLike) -> str | None:
     """The unit that convolves on this processor; None where XLA does."""
     unit = _matmul.unit_of(dtype, _matmul.LEFT_TRANSPOSED)  # native in float32 everywhere
     return unit and unit.replace("matmul", "convolution")
+
+
+def _kernel_dtype(x: DTypeLike, kernel: DTypeLike) -> DTypeLike:
+    """That in which the unit takes a kernel, and returns its gradient."""
+    wide = _unit_of(x) == "convolution" and jnp.dtype(kernel) == jnp.float32
+    return kernel if wide else x
 
 
 def _declines(call: ConvolutionCall) -> str | None:

@@ -207,10 +207,10 @@ class Conv(nnx.Module):
     def __call__(self, x_BC: jax.Array) -> jax.Array:
         """Apply -> y [B, ..., N] in the compute dtype."""
         dtype = self.compute_dtype
-        kernel = self.kernel[...].astype(dtype)
+        kernel = self.kernel[...]
         bias = None if self.bias is None else self.bias[...]
         if self.groups > 1:
-            return self._grouped(x_BC.astype(dtype), kernel, bias)
+            return self._grouped(x_BC.astype(dtype), kernel.astype(dtype), bias)
         return kernels.convolution(
             x_BC.astype(dtype), kernel, bias, stride=self.stride, padding=self.padding
         )

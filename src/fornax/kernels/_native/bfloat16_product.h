@@ -172,6 +172,26 @@ inline __m512i row_pair(const Matrix& m, int64_t top, int64_t left) {
                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
 
+// A matrix of float32, rounded to bfloat16 where it is read.
+struct WideMatrix {
+  const float* at;
+  int64_t rows, columns, row;
+};
+
+inline __m256i rounded_16(__mmask16 some, const float* from) {
+  return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, from));
+}
+
+inline __m512i row_pair(const WideMatrix& m, int64_t top, int64_t left) {
+  const __mmask16 some = first_16(m.columns - left);
+  const float* at = m.at + top * m.row + left;
+  const __m256i zero = _mm256_setzero_si256();
+  const __m256i low = top < m.rows ? rounded_16(some, at) : zero;
+  const __m256i high = top + 1 < m.rows ? rounded_16(some, at + m.row) : zero;
+  return _mm512_or_si512(_mm512_cvtepu16_epi32(low),
+                         _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+}
+
 // A tile [16, 32] of the matrix, filled up with zeros, as 16 rows of 16 words.
 inline void rows_of(const Matrix& m, int64_t top, int64_t left, __m512i rows[16]) {
   const __mmask32 some = first_32(m.columns - left);
@@ -184,12 +204,15 @@ inline void rows_of(const Matrix& m, int64_t top, int64_t left, __m512i rows[16]
 inline int64_t tiles_of(int64_t depth) { return (depth + kDepth - 1) / kDepth; }
 inline int64_t blocks_of(int64_t size) { return (size + kSide - 1) / kSide; }
 
-// Panel `index` of b [K, N]. Its rows are one cache line each, far apart, which no processor foresees.
-inline void pack_panel(const Matrix& b, int64_t index, Half* panel) {
-  constexpr int64_t kAhead = 2 * kDepth;
+// Panel `index` of b [K, N], of which `row_pair` reads rows. They are a cache line or two each, far apart, which no
+// processor foresees.
+template <typename M>
+void pack_pairs(const M& b, int64_t index, Half* panel) {
+  constexpr int64_t kAhead = 2 * kDepth, kLine = 64 / sizeof *b.at;
   for (int64_t t = 0; t < tiles_of(b.rows); ++t) {
     for (int64_t r = t * kDepth + kAhead; r < std::min(b.rows, (t + 1) * kDepth + kAhead); ++r) {
-      __builtin_prefetch(b.at + r * b.row + index * kSide);
+      const auto* at = b.at + r * b.row + index * kSide;
+      for (int64_t j = 0; j < kSide; j += kLine) __builtin_prefetch(at + j);
     }
     for (int64_t half = 0; half < 2; ++half, panel += kTileSize) {
       for (int64_t r = 0; r < kTile; ++r) {
@@ -199,6 +222,8 @@ inline void pack_panel(const Matrix& b, int64_t index, Half* panel) {
     }
   }
 }
+
+inline void pack_panel(const Matrix& b, int64_t index, Half* panel) { pack_pairs(b, index, panel); }
 
 // Panel `index` of b = m^T, m [N, K] what `rows_of` reads.
 template <typename M>
@@ -251,6 +276,14 @@ inline void pack_rows_transposed(const Matrix& m, int64_t index, Half* to) {
 inline void narrow_16(const float* from, __mmask16 some, Half* to) {
   const __m512 wide = _mm512_maskz_loadu_ps(some, from);
   _mm256_mask_storeu_epi16(to, some, (__m256i)_mm512_cvtneps_pbh(wide));
+}
+
+// A row of sums, rounded where it is kept in bfloat16.
+inline void put_row(const float* from, int64_t count, Half* to) {
+  for (int64_t j = 0; j < count; j += 16) narrow_16(from + j, first_16(count - j), to + j);
+}
+inline void put_row(const float* from, int64_t count, float* to) {
+  std::memcpy(to, from, count * sizeof(float));
 }
 
 }  // namespace fornax

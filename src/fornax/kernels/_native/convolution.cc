@@ -17,8 +17,9 @@ namespace fornax {
 namespace {
 
 // A kernel [taps, outputs, inputs] turned around and transposed: [outputs, taps inputs], the last tap first.
+template <typename W>
 struct Turned {
-  const Half* kernel;
+  const W* kernel;
   int64_t taps, rows, inputs, columns;
 
   // Numbers of a row from `left` on, zeros behind the last.
@@ -28,21 +29,27 @@ struct Turned {
     for (int64_t k = left, count; k < end; k += count) {
       const int64_t tap = taps - 1 - k / inputs, input = k % inputs;
       count = std::min(inputs - input, end - k);
-      const Half* from = kernel + (tap * rows + row) * inputs + input;
-      std::memcpy(line + k - left, from, count * sizeof(Half));
+      const W* from = kernel + (tap * rows + row) * inputs + input;
+      for (int64_t j = 0; j < count; ++j) narrow(widen(from[j]), line + k - left + j);
     }
     return _mm512_load_si512(line);
   }
 };
 
-inline void rows_of(const Turned& m, int64_t top, int64_t left, __m512i rows[16]) {
+inline __m512i rounded_32(const Half* from) { return _mm512_loadu_si512(from); }
+inline __m512i rounded_32(const float* from) {
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+}
+
+template <typename W>
+void rows_of(const Turned<W>& m, int64_t top, int64_t left, __m512i rows[16]) {
   const int64_t tap = m.taps - 1 - left / m.inputs, input = left % m.inputs;
   const bool whole = input + kDepth <= m.inputs;  // otherwise more taps than one have a part
   for (int64_t i = 0; i < kTile; ++i) {
     if (top + i >= m.rows) {
       rows[i] = _mm512_setzero_si512();
     } else if (whole) {
-      rows[i] = _mm512_loadu_si512(m.kernel + (tap * m.rows + top + i) * m.inputs + input);
+      rows[i] = rounded_32(m.kernel + (tap * m.rows + top + i) * m.inputs + input);
     } else {
       rows[i] = m.parts(top + i, left);
     }
@@ -52,9 +59,8 @@ inline void rows_of(const Turned& m, int64_t top, int64_t left, __m512i rows[16]
 struct Convolution {
   Axes axes;
   int64_t B, C, N;
-  const Half *x, *kernel;  // [B, E, H, W, C], [K, N]
-  const float* bias;       // null for none
-  bool turned;             // whether the kernel is [taps, N, C], to be turned around
+  const Half* x;       // [B, E, H, W, C]
+  const float* bias;   // null for none
 
   int64_t K() const { return axes.taps() * C; }
   int64_t M() const { return B * axes.places(); }
@@ -123,21 +129,18 @@ struct Convolution {
     for (int64_t i = 0; i < bottom - top; ++i) {
       float* of_row = total + i * line;
       for (int64_t j = 0; bias && j < N; ++j) of_row[j] += bias[j];
-      for (int64_t j = 0; j < N; j += 16) narrow_16(of_row + j, first_16(N - j), y + (top + i) * N + j);
+      put_row(of_row, N, y + (top + i) * N);
     }
   }
 
-  void run(ffi::ThreadPool& pool, Half* y) const {
+  // `pack(i, to)` packs panel i of the kernel, [K, N].
+  template <typename Pack>
+  void run(ffi::ThreadPool& pool, const Pack& pack, Half* y) const {
     const int64_t depth = tiles_of(K()) * kDepth, panels = blocks_of(N), blocks = blocks_of(M());
     static thread_local Arena kept;
     kept.start(panels * kSide * depth / 2);
     auto* right = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
-    const Matrix weights = {kernel, K(), N, N};
-    const Turned around = {kernel, axes.taps(), N, C, K()};
-    parallel_for(pool, panels, [&](int64_t i) {
-      Half* panel = right + i * kSide * depth;
-      turned ? pack_transposed(around, i, panel) : pack_panel(weights, i, panel);
-    });
+    parallel_for(pool, panels, [&](int64_t i) { pack(i, right + i * kSide * depth); });
     // As few blocks at once as give each thread some.
     const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
     const int64_t step = kSide * std::clamp<int64_t>(blocks / (4 * threads), 1, kBlocks);
@@ -183,12 +186,13 @@ class Walk {
 
 // dkernel[K, N] = patches[M, K]^T dy[M, N]: of one tap and 32 channels at a time, `kChunk` places in the second cache.
 // Sums over all places are float32, in the order of the places.
+template <typename W>
 struct KernelGradient {
   static constexpr int64_t kChunk = 512;
 
   Convolution c;
   const Half* dy;
-  Half* dkernel;
+  W* dkernel;
 
   // 32 places of a walk become 32 pairs of columns: rows of channels, `kChunk` apart.
   static void transpose(Walk& walk, int64_t places, int64_t channels, Half* to) {
@@ -236,10 +240,7 @@ struct KernelGradient {
     }
     for (int64_t i = 0; i < channels; ++i) {
       const int64_t left = first * kSide, columns = std::min(width, c.N - left);
-      Half* to = dkernel + (tap * c.C + block * kSide + i) * c.N + left;
-      for (int64_t j = 0; j < columns; j += 16) {
-        narrow_16(total + i * width + j, first_16(columns - j), to + j);
-      }
+      put_row(total + i * width, columns, dkernel + (tap * c.C + block * kSide + i) * c.N + left);
     }
   }
 
@@ -267,7 +268,16 @@ Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel
                       ffi::Span<const int64_t> before) {
   const auto xd = x.dimensions();
   return {read_axes(x, kernel, y, stride, before), xd[0], xd[4], y[4],
-          static_cast<const Half*>(x.untyped_data()), nullptr, nullptr, false};
+          static_cast<const Half*>(x.untyped_data()), nullptr};
+}
+
+template <typename Whole, typename W>
+void convolve(ffi::ThreadPool& pool, const Convolution& c, const W* kernel, bool turned, Half* y) {
+  const Whole plain = {kernel, c.K(), c.N, c.N};
+  const Turned<W> around = {kernel, c.axes.taps(), c.N, c.C, c.K()};
+  c.run(pool, [&](int64_t i, Half* to) {
+    turned ? pack_transposed(around, i, to) : pack_pairs(plain, i, to);
+  }, y);
 }
 
 ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer kernel,
@@ -275,19 +285,26 @@ ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
                             ffi::Span<const int64_t> stride, ffi::Span<const int64_t> before,
                             bool turned) {
   Convolution c = read_call(x, kernel.dimensions(), y->dimensions(), stride, before);
-  c.turned = turned;
-  c.kernel = static_cast<const Half*>(kernel.untyped_data());
   c.bias = bias.element_count() ? bias.typed_data() : nullptr;
-  c.run(pool, static_cast<Half*>(y->untyped_data()));
+  Half* to = static_cast<Half*>(y->untyped_data());
+  if (kernel.element_type() == ffi::F32) {
+    convolve<WideMatrix>(pool, c, static_cast<const float*>(kernel.untyped_data()), turned, to);
+  } else {
+    convolve<Matrix>(pool, c, static_cast<const Half*>(kernel.untyped_data()), turned, to);
+  }
   return ffi::Error::Success();
 }
 
 ffi::Error kernel_gradient_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer dy,
                                 ffi::Result<ffi::AnyBuffer> dkernel, ffi::Span<const int64_t> stride,
                                 ffi::Span<const int64_t> before) {
-  KernelGradient{read_call(x, dkernel->dimensions(), dy.dimensions(), stride, before),
-                 static_cast<const Half*>(dy.untyped_data()), static_cast<Half*>(dkernel->untyped_data())}
-      .run(pool);
+  const Convolution c = read_call(x, dkernel->dimensions(), dy.dimensions(), stride, before);
+  const Half* slopes = static_cast<const Half*>(dy.untyped_data());
+  if (dkernel->element_type() == ffi::F32) {
+    KernelGradient<float>{c, slopes, static_cast<float*>(dkernel->untyped_data())}.run(pool);
+  } else {
+    KernelGradient<Half>{c, slopes, static_cast<Half*>(dkernel->untyped_data())}.run(pool);
+  }
   return ffi::Error::Success();
 }
 

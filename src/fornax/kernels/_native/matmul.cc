@@ -14,13 +14,6 @@ namespace {
 
 enum Form : int64_t { kPlain = 0, kRightTransposed = 1, kLeftTransposed = 2 };
 
-inline void put_row(const float* from, int64_t count, Half* to) {
-  for (int64_t j = 0; j < count; j += 16) narrow_16(from + j, first_16(count - j), to + j);
-}
-inline void put_row(const float* from, int64_t count, float* to) {
-  std::memcpy(to, from, count * sizeof(float));
-}
-
 Half* halves(Arena& arena, int64_t count) {
   return reinterpret_cast<Half*>(arena.take(round_up(count, 32) / 2));
 }
