@@ -16,18 +16,19 @@
 namespace fornax {
 namespace {
 
-// A kernel [taps, outputs, inputs] turned around and transposed: [outputs, taps inputs], the last tap first.
+// A kernel [taps, outputs, inputs] turned around and transposed: [outputs, taps inputs], the last tap first; of its
+// columns those from `first` on.
 template <typename W>
 struct Turned {
   const W* kernel;
-  int64_t taps, rows, inputs, columns;
+  int64_t taps, rows, inputs, first, columns;
 
   // Numbers of a row from `left` on, zeros behind the last.
   __m512i parts(int64_t row, int64_t left) const {
     alignas(64) Half line[kDepth] = {};
     const int64_t end = std::min(left + kDepth, columns);
     for (int64_t k = left, count; k < end; k += count) {
-      const int64_t tap = taps - 1 - k / inputs, input = k % inputs;
+      const int64_t tap = taps - 1 - (first + k) / inputs, input = (first + k) % inputs;
       count = std::min(inputs - input, end - k);
       const W* from = kernel + (tap * rows + row) * inputs + input;
       for (int64_t j = 0; j < count; ++j) narrow(widen(from[j]), line + k - left + j);
@@ -43,8 +44,10 @@ inline __m512i rounded_32(const float* from) {
 
 template <typename W>
 void rows_of(const Turned<W>& m, int64_t top, int64_t left, __m512i rows[16]) {
-  const int64_t tap = m.taps - 1 - left / m.inputs, input = left % m.inputs;
-  const bool whole = input + kDepth <= m.inputs;  // otherwise more taps than one have a part
+  const int64_t tap = m.taps - 1 - (m.first + left) / m.inputs;
+  const int64_t input = (m.first + left) % m.inputs;
+  // Otherwise more taps than one have a part.
+  const bool whole = input + kDepth <= m.inputs && left + kDepth <= m.columns;
   for (int64_t i = 0; i < kTile; ++i) {
     if (top + i >= m.rows) {
       rows[i] = _mm512_setzero_si512();
@@ -94,59 +97,77 @@ struct Convolution {
   static constexpr int64_t kRow = kChunk + kDepth;  // between rows of patches, which would share lines of the first
   static constexpr int64_t kBlocks = 4;             // of kSide places, which use a panel while it is there
 
-  // Places from `top` to `bottom`, kBlocks blocks of kSide at most, with all columns.
-  void multiply(int64_t top, int64_t bottom, const Half* panels, Half* y) const {
-    const int64_t depth = tiles_of(K()) * kDepth, line = round_up(N, kSide);
-    const int64_t height = round_up(bottom - top, kSide);
-    Arena& arena = Arena::of_this_thread();
-    arena.start(height * kRow / 2 + height * line);
-    auto* rows = reinterpret_cast<Half*>(arena.take(height * kRow / 2));
-    float* total = arena.take(height * line);
+  // Places from `top` to `bottom`, kBlocks blocks of kSide at most, and columns from `left` to `right`. `panel(j, from,
+  // count)` are elements `from` .. `from` + `count` of the packed panel of the columns from j on.
+  template <typename Panel>
+  void multiply(int64_t top, int64_t bottom, int64_t left, int64_t right, const Panel& panel, Half* y) const {
+    const int64_t line = round_up(right - left, kSide), height = round_up(bottom - top, kSide);
+    static thread_local Arena kept;
+    kept.start(height * kRow / 2 + height * line);
+    auto* rows = reinterpret_cast<Half*>(kept.take(height * kRow / 2));
+    float* total = kept.take(height * line);
     alignas(64) float sums[kSide * kSide];
-    for (int64_t from = 0; from < depth; from += kChunk) {
-      const int64_t tiles = tiles_of(std::min(kChunk, depth - from)), end = from + tiles * kDepth;
+    for (int64_t from = 0; from < K(); from += kChunk) {
+      const int64_t count = std::min(kChunk, K() - from), tiles = tiles_of(count);
       for (int64_t i = 0; i < height; ++i) {
         Half* to = rows + i * kRow;
-        const int64_t last = top + i < bottom ? std::min(end, K()) : from;
-        copy_patch(top + i, from, last, to);
-        std::memset(to + last - from, 0, (end - last) * sizeof(Half));
+        const int64_t some = top + i < bottom ? count : 0;
+        copy_patch(top + i, from, from + some, to);
+        std::memset(to + some, 0, (tiles * kDepth - some) * sizeof(Half));
       }
-      for (int64_t left = 0; left < N; left += kSide) {
-        const Half* panel = panels + left * depth + from * kSide;
+      for (int64_t j = left; j < right; j += kSide) {
+        const Half* packed = panel(j, from, count);
         for (int64_t i = 0; i < height; i += kSide) {
-          float* to = total + i * line + left;
+          float* to = total + i * line + j - left;
           if (from == 0) {
-            block_product(tiles, rows + i * kRow, kRow, panel, to, line);
+            block_product(tiles, rows + i * kRow, kRow, packed, to, line);
             continue;
           }
-          block_product(tiles, rows + i * kRow, kRow, panel, sums, kSide);
+          block_product(tiles, rows + i * kRow, kRow, packed, sums, kSide);
           for (int64_t r = 0; r < kSide; ++r) {
-            for (int64_t j = 0; j < kSide; ++j) to[r * line + j] += sums[r * kSide + j];
+            for (int64_t c = 0; c < kSide; ++c) to[r * line + c] += sums[r * kSide + c];
           }
         }
       }
     }
     for (int64_t i = 0; i < bottom - top; ++i) {
       float* of_row = total + i * line;
-      for (int64_t j = 0; bias && j < N; ++j) of_row[j] += bias[j];
-      put_row(of_row, N, y + (top + i) * N);
+      for (int64_t j = left; bias && j < right; ++j) of_row[j - left] += bias[j];
+      put_row(of_row, right - left, y + (top + i) * N + left);
     }
   }
 
-  // `pack(i, to)` packs panel i of the kernel, [K, N].
+  // `pack(i, from, count, to)` packs elements of K of panel i of the kernel, [K, N].
   template <typename Pack>
   void run(ffi::ThreadPool& pool, const Pack& pack, Half* y) const {
-    const int64_t depth = tiles_of(K()) * kDepth, panels = blocks_of(N), blocks = blocks_of(M());
+    const int64_t threads = std::max<int64_t>(pool.num_threads(), 1), panels = blocks_of(N);
+    if (M() <= kBlocks * kSide) {  // each part of a panel is used once: it is packed there
+      const int64_t parts = threads == 1 ? 1 : std::min(panels, 2 * threads);
+      parallel_for(pool, parts, [&](int64_t part) {
+        const Tiles tiles;
+        Arena& arena = Arena::of_this_thread();
+        arena.start(kSide * kChunk / 2);
+        auto* packed = reinterpret_cast<Half*>(arena.take(kSide * kChunk / 2));
+        const auto panel = [&](int64_t j, int64_t from, int64_t count) {
+          pack(j / kSide, from, count, packed);
+          return packed;
+        };
+        const int64_t left = panels * part / parts * kSide, right = panels * (part + 1) / parts * kSide;
+        multiply(0, M(), left, std::min(right, N), panel, y);
+      });
+      return;
+    }
+    const int64_t depth = tiles_of(K()) * kDepth;
     static thread_local Arena kept;
     kept.start(panels * kSide * depth / 2);
-    auto* right = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
-    parallel_for(pool, panels, [&](int64_t i) { pack(i, right + i * kSide * depth); });
+    auto* whole = reinterpret_cast<Half*>(kept.take(panels * kSide * depth / 2));
+    parallel_for(pool, panels, [&](int64_t i) { pack(i, 0, K(), whole + i * kSide * depth); });
+    const auto panel = [&](int64_t j, int64_t from, int64_t) { return whole + j * depth + from * kSide; };
     // As few blocks at once as give each thread some.
-    const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
-    const int64_t step = kSide * std::clamp<int64_t>(blocks / (4 * threads), 1, kBlocks);
+    const int64_t step = kSide * std::clamp<int64_t>(blocks_of(M()) / (4 * threads), 1, kBlocks);
     parallel_for(pool, (M() + step - 1) / step, [&](int64_t part) {
       const Tiles tiles;
-      multiply(part * step, std::min((part + 1) * step, M()), right, y);
+      multiply(part * step, std::min((part + 1) * step, M()), 0, N, panel, y);
     });
   }
 };
@@ -273,10 +294,12 @@ Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel
 
 template <typename Whole, typename W>
 void convolve(ffi::ThreadPool& pool, const Convolution& c, const W* kernel, bool turned, Half* y) {
-  const Whole plain = {kernel, c.K(), c.N, c.N};
-  const Turned<W> around = {kernel, c.axes.taps(), c.N, c.C, c.K()};
-  c.run(pool, [&](int64_t i, Half* to) {
-    turned ? pack_transposed(around, i, to) : pack_pairs(plain, i, to);
+  c.run(pool, [&](int64_t i, int64_t from, int64_t count, Half* to) {
+    if (turned) {
+      pack_transposed(Turned<W>{kernel, c.axes.taps(), c.N, c.C, from, count}, i, to);
+    } else {
+      pack_pairs(Whole{kernel + from * c.N, count, c.N, c.N}, i, to);
+    }
   }, y);
 }
 
