@@ -15,6 +15,7 @@ FILES = (
     "blocks",
     "convolution",
     "experts",
+    "few_rows",
     "group_norm",
     "grouped_matmul",
     "layer",
