@@ -112,12 +112,14 @@ def take(mib, write=True, align=64):
         ctypes.memset(to.value, 1, int(mib * MIB))
     return to.value
 
+def status(name):
+    return int(Path("/proc/self/status").read_text().split(name)[1].split()[0]) // 1024
+
 def resident():
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("VmRSS:")[1].split()[0]) // 1024
+    return status("VmRSS:")
 
 def most():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return status("VmHWM:")  # ru_maxrss is no less than the parent's
 
 base = resident()
 """
