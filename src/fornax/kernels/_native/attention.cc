@@ -355,7 +355,7 @@ struct Forward {
     parallel_for(pool, heads * parts, [&](int64_t task) {
       const int64_t b = task / parts / s.K, kv = task / parts % s.K, part = task % parts;
       Arena& arena = Arena::of_this_thread();
-      const Tiles tiles;
+      [[maybe_unused]] const Tiles tiles;
       arena.start(Head<T>::floats(s) + kBlock * (Rows::row(s.H) + kBlock + s.value_width()));
       const Head<T> head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, false);
       float* q_block = arena.take(kBlock * Rows::row(s.H));
@@ -443,7 +443,7 @@ struct Backward {
       const int64_t b = task / s.K, kv = task % s.K;
       const int64_t S = s.keys(), H = s.key_width(), W = s.value_width();
       Arena& arena = Arena::of_this_thread();
-      const Tiles tiles;
+      [[maybe_unused]] const Tiles tiles;
       arena.start(Head<T>::floats(s) + floats(s));
       const Head<T> head(arena, s, k, v, position_q, position_k, segment_q, segment_k, b, kv, true);
       Scratch w;
