@@ -55,6 +55,14 @@ SDXL = {
     "projection_class_embeddings_input_dim": 6 * 8 + 16,
     "use_linear_projection": True,
 }
+DIT = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "in_channels": 4,
+    "num_layers": 3,
+    "sample_size": 8,
+    "num_embeds_ada_norm": 10,
+}
 SD3 = {
     "sample_size": 8,
     "patch_size": 2,

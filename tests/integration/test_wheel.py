@@ -47,13 +47,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "site"
 
 
-@pytest.mark.parametrize("name", ["", *units.PREBUILT])
-def test_wheel_runs_without_a_compiler(name: str, installed: Path, tmp_path: Path) -> None:
-    if name and not units.PREBUILT[name][1] <= build._features():
-        pytest.skip(f"this processor cannot run code compiled for {name}")
+def _printed(program: str, *words: str, installed: Path, cache: Path) -> str:
+    """What a program that has the wheel, and no compiler, prints."""
     done = subprocess.run(
-        [sys.executable, "-c", _USE, name],
-        env={"PYTHONPATH": str(installed), "PATH": "", "FORNAX_CACHE_DIR": str(tmp_path)}
+        [sys.executable, "-c", program, *words],
+        env={"PYTHONPATH": str(installed), "PATH": "", "FORNAX_CACHE_DIR": str(cache)}
         | {"JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -61,25 +59,24 @@ def test_wheel_runs_without_a_compiler(name: str, installed: Path, tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["", *units.PREBUILT])
+def test_wheel_runs_without_a_compiler(name: str, installed: Path, tmp_path: Path) -> None:
+    if name and not units.PREBUILT[name][1] <= build._features():
+        pytest.skip(f"this processor cannot run code compiled for {name}")
+    printed = _printed(_USE, name, installed=installed, cache=tmp_path)
     chosen = name or units.instruction_set(build._features())
     folder = installed / "fornax/kernels/_native/prebuilt" / str(chosen)
-    assert done.stdout.split() == [str(folder / f"{unit}.so") for unit in units.UNITS]
+    assert printed.split() == [str(folder / f"{unit}.so") for unit in units.UNITS]
     assert not list(tmp_path.glob("native/*"))
 
 
 def test_wheel_brings_the_allocator(installed: Path, tmp_path: Path) -> None:
     program = "from fornax.config.allocation import training_memory as m; print(m()['LD_PRELOAD'])"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PYTHONPATH": str(installed), "PATH": "", "FORNAX_CACHE_DIR": str(tmp_path)}
-        | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = _printed(program, installed=installed, cache=tmp_path)
     library = installed / "fornax/config/caching_allocator.so"
-    assert done.stdout.strip() == str(library)
+    assert printed.strip() == str(library)
     assert library.exists()
     assert not list(tmp_path.glob("native/*"))

@@ -14,6 +14,7 @@ from diffusers import (
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
 )
+from tests.diffusion_folders import DIT
 from tests.parity.diffusion_models import (
     channels_first,
     check_output,
@@ -49,15 +50,7 @@ def normal(*shape: int) -> np.ndarray:
 )
 @torch.no_grad()
 def test_dit(options, tmp_path):
-    config = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "in_channels": 4,
-        "num_layers": 3,
-        "sample_size": 8,
-        "num_embeds_ada_norm": 10,
-    }
-    network = randomized(DiTTransformer2DModel(**{**config, **options}))
+    network = randomized(DiTTransformer2DModel(**{**DIT, **options}))
     module = loaded(network, tmp_path)
     x, classes = normal(2, 8, 8, 4), np.asarray([3, 10])
     want = network(

@@ -9,7 +9,6 @@ from fornax.cli import registry
 from fornax.cli.failures import report
 from fornax.cli.registry import Command, Group
 from fornax.config import ConfigError, did_you_mean
-from fornax.config.allocation import restart_with_training_memory
 
 _HELP = ("-h", "--help")
 
@@ -19,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None and _trains(registry.ROOT, words):
+            from fornax.config.allocation import restart_with_training_memory
+
             restart_with_training_memory()
         code = _dispatch(registry.ROOT, words)
         sys.stdout.flush()

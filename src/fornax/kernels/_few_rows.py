@@ -76,13 +76,12 @@ def _native_call(a: jax.Array, b: jax.Array, *, form: int) -> jax.Array:
 
 
 def _a_cotangent(dc: jax.Array, a: Any, b: jax.Array, *, form: int) -> jax.Array:
-    of, rows = a.aval.dtype, dc
+    of = a.aval.dtype
     if form == _matmul.LEFT_TRANSPOSED:
         return _few_rows.bind(b, dc, form=_matmul.RIGHT_TRANSPOSED).astype(of)
     # As x was: the matrix that multiplies the rows is rounded to their dtype.
-    rows = dc.astype(of)
     other = _matmul.RIGHT_TRANSPOSED if form == _matmul.PLAIN else _matmul.PLAIN
-    return _few_rows.bind(rows, b, form=other).astype(of)
+    return _few_rows.bind(dc.astype(of), b, form=other).astype(of)
 
 
 def _b_cotangent(dc: jax.Array, a: jax.Array, b: Any, *, form: int) -> jax.Array:

@@ -7,20 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.diffusion_folders import FLUX, SD3
+from tests.diffusion_folders import DIT, FLUX, SD3
 
 from fornax import kernels
 from fornax.diffusion.models import COMPONENTS, Condition, files
 from fornax.diffusion.models.transformer import embedder
-
-DIT = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "in_channels": 4,
-    "num_layers": 3,
-    "sample_size": 8,
-    "num_embeds_ada_norm": 10,
-}
 
 
 @pytest.mark.parametrize(

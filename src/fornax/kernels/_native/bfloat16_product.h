@@ -155,39 +155,29 @@ inline void transpose_words(__m512i rows[16]) {
   }
 }
 
-// A matrix of bfloat16 with contiguous rows.
-struct Matrix {
-  const Half* at;
+// A matrix with contiguous rows, of bfloat16, or of float32 that is rounded to it where it is read.
+template <typename T>
+struct MatrixOf {
+  const T* at;
   int64_t rows, columns, row;
 };
+using Matrix = MatrixOf<Half>;
 
-// Rows 2 i and 2 i + 1 from `top`, 16 columns from `left`, as 16 words that hold one of each.
-inline __m512i row_pair(const Matrix& m, int64_t top, int64_t left) {
-  const __mmask16 some = first_16(m.columns - left);
-  const Half* at = m.at + top * m.row + left;
-  const __m256i zero = _mm256_setzero_si256();
-  const __m256i low = top < m.rows ? _mm256_maskz_loadu_epi16(some, at) : zero;
-  const __m256i high = top + 1 < m.rows ? _mm256_maskz_loadu_epi16(some, at + m.row) : zero;
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(low),
-                         _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+inline __m256i halves_16(__mmask16 some, const Half* from) {
+  return _mm256_maskz_loadu_epi16(some, from);
 }
-
-// A matrix of float32, rounded to bfloat16 where it is read.
-struct WideMatrix {
-  const float* at;
-  int64_t rows, columns, row;
-};
-
-inline __m256i rounded_16(__mmask16 some, const float* from) {
+inline __m256i halves_16(__mmask16 some, const float* from) {
   return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, from));
 }
 
-inline __m512i row_pair(const WideMatrix& m, int64_t top, int64_t left) {
+// Rows 2 i and 2 i + 1 from `top`, 16 columns from `left`, as 16 words that hold one of each.
+template <typename T>
+inline __m512i row_pair(const MatrixOf<T>& m, int64_t top, int64_t left) {
   const __mmask16 some = first_16(m.columns - left);
-  const float* at = m.at + top * m.row + left;
+  const T* at = m.at + top * m.row + left;
   const __m256i zero = _mm256_setzero_si256();
-  const __m256i low = top < m.rows ? rounded_16(some, at) : zero;
-  const __m256i high = top + 1 < m.rows ? rounded_16(some, at + m.row) : zero;
+  const __m256i low = top < m.rows ? halves_16(some, at) : zero;
+  const __m256i high = top + 1 < m.rows ? halves_16(some, at + m.row) : zero;
   return _mm512_or_si512(_mm512_cvtepu16_epi32(low),
                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
 }
@@ -206,8 +196,8 @@ inline int64_t blocks_of(int64_t size) { return (size + kSide - 1) / kSide; }
 
 // Panel `index` of b [K, N], of which `row_pair` reads rows. They are a cache line or two each, far apart, which no
 // processor foresees.
-template <typename M>
-void pack_pairs(const M& b, int64_t index, Half* panel) {
+template <typename M = Matrix>
+void pack_panel(const M& b, int64_t index, Half* panel) {
   constexpr int64_t kAhead = 2 * kDepth, kLine = 64 / sizeof *b.at;
   for (int64_t t = 0; t < tiles_of(b.rows); ++t) {
     for (int64_t r = t * kDepth + kAhead; r < std::min(b.rows, (t + 1) * kDepth + kAhead); ++r) {
@@ -223,11 +213,9 @@ void pack_pairs(const M& b, int64_t index, Half* panel) {
   }
 }
 
-inline void pack_panel(const Matrix& b, int64_t index, Half* panel) { pack_pairs(b, index, panel); }
-
 // Panel `index` of b = m^T, m [N, K] what `rows_of` reads.
-template <typename M>
-void pack_transposed(const M& m, int64_t index, Half* panel) {
+template <typename M = Matrix>
+void pack_panel_transposed(const M& m, int64_t index, Half* panel) {
   __m512i rows[16];
   for (int64_t t = 0; t < tiles_of(m.columns); ++t) {
     for (int64_t half = 0; half < 2; ++half, panel += kTileSize) {
@@ -236,10 +224,6 @@ void pack_transposed(const M& m, int64_t index, Half* panel) {
       for (int64_t r = 0; r < kTile; ++r) _mm512_storeu_si512(panel + r * kDepth, rows[r]);
     }
   }
-}
-
-inline void pack_panel_transposed(const Matrix& m, int64_t index, Half* panel) {
-  pack_transposed(m, index, panel);
 }
 
 // Block `index` of 32 rows of a [M, K], rows of whole tiles.

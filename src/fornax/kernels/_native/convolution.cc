@@ -62,8 +62,8 @@ void rows_of(const Turned<W>& m, int64_t top, int64_t left, __m512i rows[16]) {
 struct Convolution {
   Axes axes;
   int64_t B, C, N;
-  const Half* x;       // [B, E, H, W, C]
-  const float* bias;   // null for none
+  const Half* x;      // [B, E, H, W, C]
+  const float* bias;  // null for none
 
   int64_t K() const { return axes.taps() * C; }
   int64_t M() const { return B * axes.places(); }
@@ -292,13 +292,13 @@ Convolution read_call(const ffi::AnyBuffer& x, ffi::AnyBuffer::Dimensions kernel
           static_cast<const Half*>(x.untyped_data()), nullptr};
 }
 
-template <typename Whole, typename W>
+template <typename W>
 void convolve(ffi::ThreadPool& pool, const Convolution& c, const W* kernel, bool turned, Half* y) {
   c.run(pool, [&](int64_t i, int64_t from, int64_t count, Half* to) {
     if (turned) {
-      pack_transposed(Turned<W>{kernel, c.axes.taps(), c.N, c.C, from, count}, i, to);
+      pack_panel_transposed(Turned<W>{kernel, c.axes.taps(), c.N, c.C, from, count}, i, to);
     } else {
-      pack_pairs(Whole{kernel + from * c.N, count, c.N, c.N}, i, to);
+      pack_panel(MatrixOf<W>{kernel + from * c.N, count, c.N, c.N}, i, to);
     }
   }, y);
 }
@@ -311,9 +311,9 @@ ffi::Error convolution_call(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   c.bias = bias.element_count() ? bias.typed_data() : nullptr;
   Half* to = static_cast<Half*>(y->untyped_data());
   if (kernel.element_type() == ffi::F32) {
-    convolve<WideMatrix>(pool, c, static_cast<const float*>(kernel.untyped_data()), turned, to);
+    convolve(pool, c, static_cast<const float*>(kernel.untyped_data()), turned, to);
   } else {
-    convolve<Matrix>(pool, c, static_cast<const Half*>(kernel.untyped_data()), turned, to);
+    convolve(pool, c, static_cast<const Half*>(kernel.untyped_data()), turned, to);
   }
   return ffi::Error::Success();
 }

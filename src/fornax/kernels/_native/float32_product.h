@@ -36,16 +36,16 @@ inline Vec load_some(const T* from, int64_t count) {
   return load_wide(some);
 }
 
-// `lines` rows of `count` numbers, of zeros where row(i) is null, become `count` lines of `lines` numbers,
-// `to_row` apart. Each line is written as a whole vector, over what comes behind it.
-template <typename Row>
-void copy_across(const Row& row, int64_t lines, int64_t count, float* to, int64_t to_row) {
+// `lines` rows of `count` numbers, `from_row` apart, become `count` lines of `lines` numbers, `to_row` apart. Each
+// line is written as a whole vector, zeros behind its last number.
+template <typename T>
+void copy_across(const T* from, int64_t from_row, int64_t lines, int64_t count, float* to,
+                 int64_t to_row) {
   for (int64_t j = 0; j < count; j += kLanes) {
     const int64_t some = std::min<int64_t>(kLanes, count - j);
     Vec square[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
-      const auto* from = i < lines ? row(i) : nullptr;
-      square[i] = from != nullptr ? load_some(from + j, some) : Vec{};
+      square[i] = i < lines ? load_some(from + i * from_row + j, some) : Vec{};
     }
     transpose(square);
     for (int64_t i = 0; i < some; ++i) store(to + (j + i) * to_row, square[i]);
@@ -114,7 +114,7 @@ void copy_b(const Operand<T>& b, int64_t left, int64_t columns, int64_t first, i
     for (int64_t v = 0; v < kWide; v += kLanes) {
       if (b.transposed) {
         const int64_t lines = std::clamp<int64_t>(some - v, 0, kLanes);
-        copy_across([&](int64_t j) { return from + (v + j) * b.row; }, lines, depth, to + v, kWide);
+        copy_across(from + v * b.row, b.row, lines, depth, to + v, kWide);
       } else {
         for (int64_t k = 0; k < depth; ++k) {
           store(to + k * kWide + v, load_some(from + k * b.row + v, some - v));

@@ -65,7 +65,7 @@ struct Product {
   }
 
   void pack(int64_t panel, Half* to) const {
-    (form == kRightTransposed ? pack_panel_transposed : pack_panel)(b, panel, to);
+    form == kRightTransposed ? pack_panel_transposed(b, panel, to) : pack_panel(b, panel, to);
   }
   void pack_block(int64_t block, Half* to) const {
     (form == kLeftTransposed ? pack_rows_transposed : pack_rows)(a, block, to);
