@@ -47,14 +47,14 @@ class PeerMemory:
 
         Args:
           rank: of this agent's worker.
-          memory: descriptors of its two files.
+          memory: descriptors of its two files, which may be closed before the threads end.
           credentials: what everybody who connects has to show.
           report: called from any thread with a message for the controller.
           host: address to listen on.
           former: descriptors of snapshots of ranks of a larger group, which become this object's.
         """
         self._rank, self._credentials, self._report = rank, credentials, report
-        self._own = [SnapshotFile(each) for each in memory]
+        self._own = [SnapshotFile(os.dup(each)) for each in memory]
         self._replicas = {r: [SnapshotFile(each) for each in held] for r, held in former.items()}
         # Ranks of a group of another size, until the next has snapshots of its own.
         self._former = set(former)
@@ -143,10 +143,13 @@ class PeerMemory:
         with self._lock:
             self._forget(set(self._replicas))
 
+    def __del__(self) -> None:
+        """Close what the threads read, as none is left."""
+        _close(self._own)
+
     def _forget(self, ranks: set[int]) -> None:
         for rank in ranks & set(self._replicas):
-            for each in self._replicas.pop(rank):
-                os.close(each.descriptor)
+            _close(self._replicas.pop(rank))
         self._former -= ranks
 
     def _accept(self) -> None:
@@ -192,8 +195,7 @@ class PeerMemory:
         try:
             yield pair
         finally:
-            for each in pair:
-                os.close(each.descriptor)
+            _close(pair)
 
     def _holds(self) -> list[int]:
         with self._lock:
@@ -298,6 +300,11 @@ class PeerMemory:
             return
         _give_one(connection, *newest, self._rank)
         newest[0].set_replicated(newest[1])
+
+
+def _close(files: Sequence[SnapshotFile]) -> None:
+    for each in files:
+        os.close(each.descriptor)
 
 
 def _prepare(connection: socket.socket) -> None:

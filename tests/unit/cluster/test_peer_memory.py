@@ -172,6 +172,16 @@ def test_a_host_that_is_to_go_gives_its_own(hosts: Any):
     assert new.held() == {4: b"four"}
 
 
+def test_its_descriptors_may_be_closed_while_threads_still_read_the_files(hosts: Any):
+    old, new = hosts(0), hosts(0)
+    old.write(0, 4, b"four", peer=None)
+    while old.files:
+        os.close(old.files.pop())
+    new.memory.fetch([old.memory.address])
+    until(lambda: not new.memory.fetching)
+    assert new.held() == {4: b"four"}
+
+
 def test_a_snapshot_of_a_step_that_is_made_again_replaces_that_of_before(hosts: Any):
     host, peer = hosts(0), hosts(1)
     host.memory.connect({1: peer.memory.address}, 2)
