@@ -40,6 +40,14 @@ CLIP = {
     "bos_token_id": 54,
     "eos_token_id": 55,
 }
+CLIP_VISION = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
 T5 = {"vocab_size": 60, "d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 3}
 BETAS = {
     "beta_start": 0.00085,
@@ -145,6 +153,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scheduler": ("UniPCMultistepScheduler", UNIPC),
     },
 }
+FAMILIES["wan-first"] = {  # 2.1 from a first frame: its mask and latents beside, and CLIP's states
+    **FAMILIES["wan"],
+    "pipeline": "WanImageToVideoPipeline",
+    "transformer": (
+        "WanTransformer3DModel",
+        {**WAN, "in_channels": 10, "image_dim": 8, "added_kv_proj_dim": 24},
+    ),
+    "image_encoder": ("CLIPVisionModel", CLIP_VISION),
+}
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -192,6 +209,10 @@ def write_folder(folder: Path, family: str, **vae: Any) -> Path:
     for number, (name, (kind, config)) in enumerate(parts.items()):
         write_component(folder / name, kind, config, number)
         index[name] = ["diffusers", kind]
+        if name == "image_encoder":
+            (folder / "image_processor").mkdir()
+            (folder / "image_processor" / "preprocessor_config.json").write_text("{}")
+            index["image_processor"] = ["transformers", "CLIPImageProcessor"]
         if name.startswith("text_encoder"):
             tokenizer = name.replace("text_encoder", "tokenizer")
             write_tokenizer(folder / tokenizer)

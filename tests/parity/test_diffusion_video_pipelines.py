@@ -159,19 +159,24 @@ def test_wan_with_its_texts(tmp_path: Path) -> None:
     check_output(videos, pipeline.vae.decode(want * deviation + mean).sample)
 
 
+def wan_first(**parts: Any) -> Any:
+    """Wan from a first frame; without CLIP unless it is given."""
+    given = {
+        "transformer": wan_transformer(channels=12),
+        "image_encoder": None,
+        "image_processor": None,
+        **wan_parts(),
+        **parts,
+    }
+    return diffusers.WanImageToVideoPipeline(**given)
+
+
 @pytest.mark.exhaustive
 @torch.no_grad()
 def test_wan_from_a_first_frame(tmp_path: Path) -> None:
     """Wan 2.2: latents of the frame and of grey behind it are channels beside the noise; steps on
     both sides of the boundary, each by its network."""
-    pipeline = diffusers.WanImageToVideoPipeline(
-        transformer=wan_transformer(channels=12),
-        transformer_2=wan_transformer(seed=1, channels=12),
-        boundary_ratio=0.95,
-        image_encoder=None,
-        image_processor=None,
-        **wan_parts(),
-    )
+    pipeline = wan_first(transformer_2=wan_transformer(seed=1, channels=12), boundary_ratio=0.95)
     pipeline.save_pretrained(tmp_path / "model")
     noise, text = normal(1, 3, 4, 8, 4), normal(2, 5, 12)
     image = RNG.uniform(-1, 1, (*SIZE, 3)).astype(np.float32)
@@ -188,10 +193,8 @@ def test_wan_from_a_first_frame(tmp_path: Path) -> None:
     check_output(latents, want)
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
-    """Wan 2.1: the middle of the frame, normalised, and CLIP's states before its last layer."""
+def wan_seen() -> Any:
+    """Of which CLIP sees the frame too."""
     clip = transformers.CLIPVisionConfig(
         hidden_size=12,
         intermediate_size=16,
@@ -200,14 +203,20 @@ def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
         image_size=16,
         patch_size=8,
     )
-    pipeline = diffusers.WanImageToVideoPipeline(
+    return wan_first(
         transformer=wan_transformer(channels=12, image_dim=12, added_kv_proj_dim=32),
         image_encoder=randomized(transformers.CLIPVisionModel(clip)),
         image_processor=transformers.CLIPImageProcessor(
             size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
         ),
-        **wan_parts(),
     )
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
+    """Wan 2.1: the middle of the frame, normalised, and CLIP's states before its last layer."""
+    pipeline = wan_seen()
     pipeline.save_pretrained(tmp_path / "model")
     noise, text = normal(1, 3, 4, 8, 4), normal(2, 512, 12)
     pixels = RNG.integers(0, 256, (*SIZE, 3)).astype(np.uint8)
@@ -223,12 +232,8 @@ def test_wan_from_a_first_frame_that_clip_sees(tmp_path: Path) -> None:
     check_output(latents, want)
 
 
-@pytest.mark.slow
-@torch.no_grad()
-def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
-    """Wan 2.2's 5B model: the frame's latents instead of the video's first, at time 0, from an
-    autoencoder of patches with shortcuts."""
-    parts = wan_parts()
+def wan_5b() -> Any:
+    """The frame's latents instead of the video's first."""
     vae = diffusers.AutoencoderKLWan(
         base_dim=4,
         decoder_base_dim=8,
@@ -244,13 +249,20 @@ def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
         latents_std=[1.5, 1.4, 1.3, 1.2],
         scale_factor_spatial=8,
     )
-    pipeline = diffusers.WanImageToVideoPipeline(
+    return wan_first(
         transformer=wan_transformer(),
-        image_encoder=None,
-        image_processor=None,
         expand_timesteps=True,
-        **{**parts, "vae": randomized(vae)},
+        vae=randomized(vae),
     )
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_wan_5b_from_a_first_frame(tmp_path: Path) -> None:
+    """Wan 2.2's 5B model: the frame's latents instead of the video's first, at time 0, from an
+    autoencoder of patches with shortcuts."""
+    pipeline = wan_5b()
+    vae = pipeline.vae
     pipeline.save_pretrained(tmp_path / "model")
     size = (32, 64)
     noise, text = normal(1, 3, 4, 8, 4), normal(2, 5, 12)
@@ -406,7 +418,8 @@ def hunyuan_video_parts(**options: Any) -> dict[str, Any]:
 
 
 def llava_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """One token for each word of the conversation, so that its image is the sixth."""
+    """One token for each word of the conversation but one, so that its image is the sixth and 103
+    are before the prompt."""
     special = [
         "<pad>",
         "<bos>",
@@ -415,17 +428,44 @@ def llava_tokenizer() -> transformers.PreTrainedTokenizerFast:
         "<|end_header_id|>",
         "<|eot_id|>",
     ]
-    words = [*special, "<unk>", "\n\n", "\n", "a", "fox", "runs", "system", "Describe"]
+    words = [*special, "<unk>", "\n\n", "\n", "a", "fox", "runs", "system", "Desc", "ribe"]
     backend: Any = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
-    pieces = tokenizers.Regex(r"\n\n|\n|\w+|[^\w\s]")
+    pieces = tokenizers.Regex(r"\n\n|\n|Desc|\w+|[^\w\s]")
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(pieces, "removed", invert=True)
     backend.add_special_tokens(special)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 1)]
     )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
+
+
+def hunyuan_first(kind: str = "token_replace", embedded: bool = True) -> Any:
+    """HunyuanVideo from a first frame."""
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 48,
+        "patch_size": 2,
+    }
+    llava = transformers.LlavaConfig(
+        vision_config={**vision, "model_type": "clip_vision_model"},
+        text_config={**LLAMA, "model_type": "llama"},
+        image_token_index=2,
+        pad_token_id=0,
+    )
+    beside = {"in_channels": 9} if kind == "latent_concat" else {}
+    return diffusers.HunyuanVideoImageToVideoPipeline(
+        text_encoder=randomized(transformers.LlavaForConditionalGeneration(llava)),
+        tokenizer=llava_tokenizer(),
+        image_processor=transformers.CLIPImageProcessor(
+            size={"shortest_edge": 48}, crop_size={"height": 48, "width": 48}
+        ),
+        **hunyuan_video_parts(image_condition_type=kind, guidance_embeds=embedded, **beside),
+    )
 
 
 @pytest.mark.exhaustive
@@ -442,29 +482,7 @@ def test_hunyuan_video_from_an_image(
 ) -> None:
     """LLaVA's states of the image, thinned, and of the prompt beside it; a long prompt cuts the
     header behind it off. One kind of network draws a latent frame that is not of the video."""
-    vision = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 48,
-        "patch_size": 2,
-    }
-    llava = transformers.LlavaConfig(
-        vision_config={**vision, "model_type": "clip_vision_model"},
-        text_config={**LLAMA, "model_type": "llama"},
-        image_token_index=2,
-        pad_token_id=0,
-    )
-    beside = {"in_channels": 9} if kind == "latent_concat" else {}
-    pipeline = diffusers.HunyuanVideoImageToVideoPipeline(
-        text_encoder=randomized(transformers.LlavaForConditionalGeneration(llava)),
-        tokenizer=llava_tokenizer(),
-        image_processor=transformers.CLIPImageProcessor(
-            size={"shortest_edge": 48}, crop_size={"height": 48, "width": 48}
-        ),
-        **hunyuan_video_parts(image_condition_type=kind, guidance_embeds=embedded, **beside),
-    )
+    pipeline = hunyuan_first(kind, embedded)
     pipeline.save_pretrained(tmp_path / "model")
     size = (48, 64)
     noise, pixels = normal(1, 3, 12, 16, 4), RNG.integers(0, 256, (*size, 3)).astype(np.uint8)
@@ -514,20 +532,49 @@ def wan_scaled(vae: Any) -> tuple[Any, Any]:
     return shift, 1 / scale
 
 
+def wan_begun(theirs: Any, frame: Image.Image, count: int) -> dict[str, Any]:
+    """What Wan's transformer is given of a first frame, channels first."""
+    pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None] / 127.5 - 1
+    _, told, *replaced = theirs.prepare_latents(
+        pixels, 1, 4, frame.height, frame.width, count, torch.float32, "cpu"
+    )
+    found = {"first" if replaced else "image": told}
+    if theirs.image_encoder is not None:
+        found["text2"] = theirs.encode_image(frame)
+    return found
+
+
+def hunyuan_begun(theirs: Any, frame: Image.Image, count: int) -> dict[str, Any]:
+    """Likewise HunyuanVideo's, and the prompt that LLaVA reads beside it."""
+    pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None, :, None] / 127.5 - 1
+    text, pooled, mask = theirs.encode_prompt(frame, "a fox runs", image_embed_interleave=4)
+    first = theirs.vae.encode(pixels).latent_dist.mode() * theirs.vae.config.scaling_factor
+    return {"first": first, "text": text * mask[..., None], "pooled": pooled, "text_mask": mask}
+
+
+def factor_scaled(vae: Any) -> tuple[Any, Any]:
+    return 0.0, vae.config.scaling_factor
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("make", "scaled"),
+    ("make", "scaled", "begun"),
     [
-        (wan, wan_scaled),
-        (ltx, lambda vae: (0.0, vae.config.scaling_factor)),
-        (hunyuan, lambda vae: (0.0, vae.config.scaling_factor)),
+        (wan, wan_scaled, None),
+        (ltx, factor_scaled, None),
+        (hunyuan, factor_scaled, None),
+        (wan_first, wan_scaled, wan_begun),
+        (wan_seen, wan_scaled, wan_begun),
+        (wan_5b, wan_scaled, wan_begun),
+        (hunyuan_first, factor_scaled, hunyuan_begun),
     ],
 )
 @torch.no_grad()
 def test_each_is_tuned_on_the_latents_of_its_autoencoder(
-    make: Any, scaled: Any, tmp_path: Path
+    make: Any, scaled: Any, begun: Any, tmp_path: Path
 ) -> None:
-    """A step of adapters on one video; of its latents mean and deviation are diffusers'."""
+    """A step of adapters on one video; of its latents mean and deviation are diffusers', and what
+    the network is given of its first frame."""
     theirs = make()
     theirs.save_pretrained(tmp_path / "model")
     loaded = load_pipeline(tmp_path / "model")
@@ -566,3 +613,14 @@ def test_each_is_tuned_on_the_latents_of_its_autoencoder(
     for name, want in (("mean", (found.mean - shift) * scale), ("deviation", std * scale)):
         check_output(np.moveaxis(kept[name], -1, 0)[None], want)
     assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    if begun is None:
+        return
+    texts = [each for each in stored if "mean" not in each]
+    read = max(texts, key=lambda each: each.get("text_mask", np.zeros(1)).sum())
+    for name, want in begun(theirs, Image.fromarray(video[0]), count).items():
+        array = {**read, **kept}[name]
+        if name in ("first", "image"):
+            array = np.moveaxis(array, -1, 0)
+        if name == "text":  # behind the mask are states of padding
+            array = array * read["text_mask"][:, None]
+        check_output(array[None], want)

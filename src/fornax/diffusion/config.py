@@ -405,5 +405,8 @@ def takes(config: Any) -> tuple[str, ...]:
         "sizes_BN": config.embedder.sizes or isinstance(config.positions, FractionalRopeConfig),
         "text_mask_BS": config.text is not None,
         "guidance_B": config.embedder.guidance_scale is not None,
+        "text2_BSD": config.image_states is not None,
+        "image_BX": config.image_channels > 0,
+        "first_BX": config.first_frame,
     }
     return tuple(name for name, there in found.items() if there)

@@ -25,6 +25,9 @@ NAMES = {
     "pooled": "pooled_BD",
     "guidance": "guidance_B",
     "sizes": "sizes_BN",
+    "text2": "text2_BSD",
+    "image": "image_BX",
+    "first": "first_BX",
 }
 """An array of a batch, and the field of `Condition` that it is."""
 

@@ -62,7 +62,10 @@ def denoising_loss(
         u_B = stratified(u_B, batch["place"] % strata, strata)
     point = objective.point(u_B)
     x_BX = objective.noised(data_BX, noise_BX, point)
-    output_BX = network(x_BX, objective, point, network.condition(batch), remat=remat)
+    condition = network.condition(batch)
+    output_BX = network(x_BX, objective, point, condition, remat=remat)
+    if condition.first_BX is not None:  # which is given, and nothing is drawn in its place
+        output_BX, data_BX, noise_BX = (x[:, 1:] for x in (output_BX, data_BX, noise_BX))
     loss_B = objective.losses(output_BX, data_BX, noise_BX, point)
     weight_B = batch["weight"]
     return Loss(total=jnp.sum(loss_B * weight_B), weight=jnp.sum(weight_B), metrics={})
@@ -85,9 +88,10 @@ def collate(
     captions = [""] * count
     weight = np.zeros(count, np.float32)
     # Rows of padding are as of an example without its caption.
+    some = int(np.argmax(examples.bucket == picks.bucket))
     encoded: Arrays = {
         name: np.repeat(array[None], count, 0)
-        for name, array in examples.arrays(0, dropped=True).items()
+        for name, array in examples.arrays(some, dropped=True).items()
     }
     there = picks.index >= 0
 
@@ -95,12 +99,11 @@ def collate(
         draws = np.random.default_rng([seed, picks.number, int(picks.place[row])])
         chance, mirrored = draws.random(2)
         index, dropped = int(picks.index[row]), bool(chance < dropout)
-        images[row], caption = examples.get(
-            index, mirrored=flip and bool(mirrored < 0.5), rng=None if fixed else draws
-        )
+        turned = flip and bool(mirrored < 0.5)
+        images[row], caption = examples.get(index, mirrored=turned, rng=None if fixed else draws)
         captions[row] = "" if dropped else caption
         weight[row] = examples.weight(index)
-        for name, array in examples.arrays(index, dropped=dropped).items():
+        for name, array in examples.arrays(index, dropped=dropped, mirrored=turned).items():
             encoded[name][row] = array
 
     for _ in over(make, np.flatnonzero(there).tolist()):

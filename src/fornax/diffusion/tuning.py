@@ -26,7 +26,7 @@ from fornax.config.progress import Progression, ProgressName
 from fornax.diffusion.config import DiffusionTuneConfig, takes
 from fornax.diffusion.data import Cache, CachedExamples, EncodedConfig, Examples, Latents
 from fornax.diffusion.data.buckets import Size
-from fornax.diffusion.drawing import write_grid
+from fornax.diffusion.drawing import to_pixels, write_grid
 from fornax.diffusion.load import TunedRun, is_pipeline, open_tuned
 from fornax.diffusion.lora import save_lora
 from fornax.diffusion.methods import Denoise
@@ -159,6 +159,12 @@ class _Base:
         frames = self.pipeline.frames
         if (frames is None) == bool(count):
             check_sizes([size], self.network.denoiser.config)  # which says so
+        if frames is not None and frames.begin is not None and count == [1]:
+            raise ConfigError(
+                "the model draws what follows a first frame, and examples of one frame have "
+                "nothing more; set data.frames to 1 + "
+                f"{frames.factor} n, such as {1 + 4 * frames.factor}"
+            )
         try:
             self.pipeline.check_size((height, width))
         except ConfigError as error:
@@ -195,6 +201,12 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
     pipeline = pipeline_of(parts)
     if why := _not_tuned(pipeline):
         raise ConfigError(f"{folder} {why}")
+    begins = pipeline.frames is not None and pipeline.frames.begin is not None
+    if begins and isinstance(config.data, EncodedConfig):
+        raise ConfigError(
+            f"{folder} draws from a first frame, of which data.path={config.data.path} has "
+            "nothing; give videos, which this run encodes"
+        )
     if config.lora is not None and config.lora.dora:
         raise ConfigError(
             "lora.dora has magnitudes, which files of adapters for diffusers are not written with; "
@@ -240,11 +252,15 @@ def _not_tuned(pipeline: Pipeline) -> str | None:
             "the model that it was distilled from"
         )
     references = pipeline.references
+    if pipeline.frames is not None and pipeline.frames.cut:
+        return (
+            "draws frames before those of the video, of which examples have none; tune a model of "
+            "which the first frame is the video's own (image_condition_type token_replace)"
+        )
     more = {
         "a mask and a masked picture": pipeline.fills,
         "an image to follow": pipeline.follows > 0,
         "images that it edits": references is not None and references.needed,
-        "a first frame": pipeline.frames is not None and pipeline.frames.begin is not None,
     }
     what = next((what for what, there in more.items() if there), None)
     return what and (
@@ -289,10 +305,14 @@ def _latents(config: DiffusionTuneConfig, base: _Base) -> Latents:
     guidance = 1.0 if config.encode.guidance is None else config.encode.guidance
     fixed = {"guidance": np.asarray(guidance, np.float32)}
     encoders = parts.fingerprint(*_ENCODERS, *_TOKENIZERS)
+    seen = ""
+    if pipeline.frames is not None and pipeline.frames.begin is not None:
+        seen = f" first {parts.fingerprint('image_encoder', 'image_processor')}"
     return Latents(
         size=base.latent_size,
         channels=pipeline.latent_shape(pipeline.size)[-1],
-        images_key=f"{parts.fingerprint('vae')} {dtype}{tile}",
+        images_key=f"{parts.fingerprint('vae')} {dtype}{tile}{seen}",
+        sees=pipeline.sees,
         texts_key=f"{encoders} {parts.index['_class_name']} {dtype}",
         fixed=fixed if pipeline.guidance == "embedded" else {},
         sizes=_sizes(config, base),
@@ -329,9 +349,10 @@ def _sizes(
 def _encode_with(
     config: DiffusionTuneConfig, base: _Base
 ) -> Callable[[NDArray[np.float32]], dict[str, NDArray[Any]]]:
-    """An image or video to the moments of its latents, as the denoiser is given them."""
-    vae = base.parts.module("vae")
-    graph, state = nnx.split(vae if base.pipeline.frames is not None else of_images(vae))
+    """An image or video to the moments of its latents, as the denoiser is given them, and to what
+    that is given of the first frame."""
+    vae, frames = base.parts.module("vae"), base.pipeline.frames
+    graph, state = nnx.split(vae if frames is not None else of_images(vae))
     tiling = None if config.encode.tile is None else Tiling(size=config.encode.tile)
 
     @jax.jit
@@ -340,17 +361,30 @@ def _encode_with(
         found = {"mean": mean_BX[0]}
         return found if deviation_BX is None else {**found, "deviation": deviation_BX[0]}
 
-    return lambda x_X: jax.tree.map(np.asarray, run(state, x_X))
+    def mean(video_BFHWC: jax.Array) -> jax.Array:
+        return run(state, video_BFHWC[0])["mean"][None]
+
+    def encode(x_X: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
+        found = run(state, jnp.asarray(x_X))
+        if frames is not None and frames.begin is not None:
+            told, _ = frames.begin(mean, jnp.asarray(x_X[:1]), len(x_X))
+            found |= {name: told[field][0] for name, field in NAMES.items() if field in told}
+        return jax.tree.map(np.asarray, found)
+
+    return encode
 
 
-def _read_with(pipeline: Pipeline) -> Callable[[str | None], dict[str, NDArray[Any]]]:
+def _read_with(
+    pipeline: Pipeline,
+) -> Callable[[str | None, NDArray[np.float32] | None], dict[str, NDArray[Any]]]:
     """A caption to its states, none to those that guidance compares with; sizes and guidance are of
-    the example."""
+    the example. Where prompts are read beside images, that is the example's first frame."""
     empty = pipeline.encode_negative or pipeline.encode
 
-    def read(caption: str | None) -> dict[str, NDArray[Any]]:
+    def read(caption: str | None, frame_HWC: NDArray[np.float32] | None) -> dict[str, NDArray[Any]]:
         encode = empty if caption is None else pipeline.encode
-        condition = encode([caption], pipeline.size, 1.0)
+        pictures = () if frame_HWC is None else ((to_pixels(frame_HWC),),)
+        condition = encode([caption], pipeline.size, 1.0, *pictures)
         given = {name: getattr(condition, field) for name, field in NAMES.items()}
         return {
             name: np.asarray(array[0])
@@ -376,7 +410,7 @@ def _check_encoded(data: EncodedConfig, base: _Base, found: Examples) -> None:
             f"autoencoder of {base.parts.folder} gives {channels}; encode the images with that"
         )
     check_sizes(found.sizes, base.network.denoiser.config)
-    want = _read_with(base.pipeline)(None)
+    want = _read_with(base.pipeline)(None, None)
     for name in want:
         given = data.arrays.get(name)
         if given is None or given[0][-1:] != want[name].shape[-1:]:
@@ -438,15 +472,23 @@ def _grids(
     said, pipeline = config.sample, base.pipeline
     if said.every is None:
         return None
-    prompts = list(said.prompts) or spread_captions(examples, said.count)
-    *count, height, width = examples.sizes[int(np.bincount(examples.bucket).argmax())]
+    usual = int(np.bincount(examples.bucket).argmax())
+    *count, height, width = examples.sizes[usual]
+    prompts, images = list(said.prompts), [None]
     frames = pipeline.frames
+    if frames is not None and frames.begin is not None and isinstance(examples, CachedExamples):
+        found = np.flatnonzero(examples.bucket == usual)
+        found = found[np.linspace(0, len(found) - 1, min(said.count, len(found))).astype(int)]
+        prompts = prompts or [examples.caption(int(index)) for index in found]
+        images = [examples.first_frame(int(index)) for index in found]
+    prompts = prompts or spread_captions(examples, said.count)
     rate = rate_of(config) if frames is None else getattr(config.data, "rate", None) or frames.rate
     jobs = [
         plan(
             pipeline,
             ImageRequest(
                 prompt=prompts[i % len(prompts)],
+                image=images[i % len(images)],
                 size=(height * base.factor, width * base.factor),
                 frames=None if frames is None else 1 + (count[0] - 1) * frames.factor,
                 rate=None if frames is None else rate,
@@ -459,7 +501,11 @@ def _grids(
         for i in range(said.count)
     ]
     job = join(jobs)
-    pipeline = replace(pipeline, rescale=said.rescale, encode=_released, to_latents=None)
+    if frames is not None:
+        frames = replace(frames, encode=None, begin=None)
+    pipeline = replace(
+        pipeline, rescale=said.rescale, encode=_released, to_latents=None, frames=frames
+    )
 
     def run(graph: Any, state: Any, arrays: Any) -> jax.Array:
         return pipeline.drawn(nnx.merge(graph, state).denoiser, job.table, arrays)

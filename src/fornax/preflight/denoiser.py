@@ -57,8 +57,11 @@ class _RandomExamples:
         found = self._draws(index, 0).uniform(-1, 1, shape).astype(np.float32)
         return found[:, ::-1] if mirrored else found, self.caption(index)
 
-    def arrays(self, index: int, *, dropped: bool = False) -> dict[str, np.ndarray]:
+    def arrays(
+        self, index: int, *, dropped: bool = False, mirrored: bool = False
+    ) -> dict[str, np.ndarray]:
         """Of a dropped caption zeros, as encoded examples have; texts are of unequal lengths."""
+        del mirrored  # nothing here is of the image
         data, draws = self._config.data, self._draws(index, 1)
         found: dict[str, np.ndarray] = {}
         if not isinstance(data, EncodedConfig):

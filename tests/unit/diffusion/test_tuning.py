@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -20,6 +21,7 @@ from fornax.diffusion.config import (
     EncodeConfig,
     PriorConfig,
     SampleConfig,
+    takes,
 )
 from fornax.diffusion.data import (
     Cache,
@@ -28,7 +30,7 @@ from fornax.diffusion.data import (
     WithPrior,
     open_examples,
 )
-from fornax.diffusion.models import create
+from fornax.diffusion.models import Condition, create, load_component
 from fornax.diffusion.models.autoencoders import (
     AUTOENCODER_DC,
     AUTOENCODER_KL_WAN,
@@ -36,11 +38,13 @@ from fornax.diffusion.models.autoencoders import (
     WanAutoencoderConfig,
     latent_moments,
 )
-from fornax.diffusion.objectives import Chain, Objective
+from fornax.diffusion.network import Network
+from fornax.diffusion.objectives import Chain, Objective, example_noise, example_uniform
 from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_adapters
 from fornax.diffusion.pipelines.clips import encode_video
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.run import tuning_images
+from fornax.diffusion.task import denoising_loss
 from fornax.diffusion.tuning import tune
 from fornax.mesh import MeshConfig
 from fornax.optim import Constant, OptimConfig
@@ -245,6 +249,85 @@ def test_videos_are_encoded_once_and_tune_a_folder(wan, clips, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_model_of_first_frames_is_tuned_on_those_of_the_videos(clips, tmp_path):
+    """What is cached of a frame, mirrored or not, is what sampling tells of it; the grid of samples
+    begins with frames of the examples."""
+    folder = write_folder(tmp_path / "wan", "wan-first")
+    data = of_clips(clips, flip=True)
+    sample = SampleConfig(every=2, count=2, steps=1)
+    config = config_of(folder, clips, data=data, lora=LoRA(rank=2), sample=sample)
+    assert tune(config, tmp_path / "run", progress="none").step == 2
+    base, examples = load_pipeline(folder), open_examples(data, "train")
+    stored = [load_file(f) for f in (tmp_path / "run" / "encoded").rglob("*.safetensors")]
+    kept = [arrays for arrays in stored if "mean" in arrays]
+    assert len(kept) == 8
+    for index, mirrored in ((0, False), (1, True), (2, False), (3, True)):
+        video_FHWC, _ = examples.get(index, mirrored=mirrored)
+        size = (video_FHWC.shape[1], video_FHWC.shape[2])
+        request = ImageRequest(
+            prompt="a fox", image=video_FHWC[0], size=size, frames=len(video_FHWC)
+        )
+        told = plan(base, request).condition
+        assert told.image_BX is not None
+        assert told.text2_BSD is not None
+        assert any(
+            each["image"].shape == told.image_BX.shape[1:]
+            and np.allclose(each["image"], told.image_BX[0], atol=1e-5)
+            and np.allclose(each["text2"], told.text2_BSD[0], atol=1e-5)
+            for each in kept
+        )
+    run = load_pipeline(tmp_path / "run")
+    merged = with_adapters(load_pipeline(folder), merged=(str(tmp_path / "run" / "lora"),))
+    found, same, plain = (np.asarray(p.run(plan(p, request))) for p in (run, merged, base))
+    np.testing.assert_allclose(same, found, atol=1e-4 * np.abs(found).max())
+    assert np.abs(found - plain).max() > 1e-3 * np.abs(plain).max()
+    with Image.open(tmp_path / "run" / "images" / "step-0000002.png") as picture:
+        assert picture.n_frames in (5, 9)
+    for changes, said in (
+        ({"frames": (1,)}, "examples of one frame have nothing more; set data.frames to"),
+        ({"frames": ()}, "draws videos, and examples are images of"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            tune(config_of(folder, clips, data=of_clips(clips, **changes)), tmp_path / "no")
+    encoded = EncodedConfig(path=str(clips), shape=(3, 8, 8, 4), text_length=4, text_width=24)
+    with pytest.raises(ConfigError, match="draws from a first frame, of which data.path="):
+        tune(config_of(folder, clips, data=encoded), tmp_path / "no")
+
+
+def test_a_first_frame_that_is_given_has_no_loss(wan):
+    """As Wan 2.2's 5B model is trained: what would be its latents is not read."""
+    denoiser = load_component(wan / "transformer", dtype=jnp.float32, compute_dtype=jnp.float32)
+    network = Network(denoiser, None, takes(denoiser.config))
+    draws = np.random.default_rng(1)
+    batch = {
+        "images": draws.standard_normal((2, 3, 4, 4, 4), np.float32),
+        "first": draws.standard_normal((2, 1, 4, 4, 4), np.float32),
+        "text": draws.standard_normal((2, 5, 24), np.float32),
+        "weight": np.float32([1.0, 0.5]),
+        **{name: np.arange(2, dtype=np.int32) for name in ("example", "step", "place")},
+    }
+    objective = Objective(density="uniform")
+
+    def loss(batch: dict[str, np.ndarray]) -> float:
+        return float(denoising_loss(network, batch, objective, seed=0, strata=None).total)
+
+    unread = batch["images"].copy()
+    unread[:, 0] = np.nan
+    found = loss({**batch, "images": unread})
+    assert found == loss(batch)
+    noise_BX = jnp.stack([example_noise(0, i, jnp.int32([i]), (3, 4, 4, 4))[0] for i in range(2)])
+    point = objective.point(
+        jnp.concatenate([example_uniform(0, i, jnp.int32([i])) for i in range(2)])
+    )
+    x_BX = objective.noised(batch["images"], noise_BX, point)
+    given = {"text_BSD": jnp.asarray(batch["text"]), "first_BX": jnp.asarray(batch["first"])}
+    output_BX = np.asarray(denoiser(x_BX, point.t, Condition(**given)), np.float64)
+    error_BX = (output_BX - (np.asarray(noise_BX, np.float64) - batch["images"]))[:, 1:]
+    want_B = (error_BX**2).mean((1, 2, 3, 4))
+    np.testing.assert_allclose(found, want_B @ batch["weight"], rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -266,7 +349,6 @@ def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, t
         tune(config_of(sd, clips, data=of_clips(clips)), tmp_path / "a", progress="none")
     index = json.loads((wan / "model_index.json").read_text())
     for name, more, said in (
-        ("first", {"_class_name": "WanImageToVideoPipeline"}, "draws from a first frame"),
         ("two", {"transformer_2": index["transformer"], "boundary_ratio": 0.9}, "has two networks"),
     ):
         other = tmp_path / name

@@ -85,8 +85,9 @@ class Latents:
     Attributes:
       size: of an example in pixels, that of its latents. Raises ConfigError where there is none.
       channels: of latents.
-      images_key: changes when the autoencoder does.
+      images_key: changes when the autoencoder does, or an encoder of first frames.
       texts_key: changes when the text encoders do.
+      sees: whether captions are read beside the example's first frame.
       fixed: what conditions every example alike, by the names of `Network.condition`.
       sizes: the numbers that the denoiser receives of `Examples.frame`; None where it receives
         none.
@@ -98,6 +99,7 @@ class Latents:
     channels: int
     images_key: str
     texts_key: str
+    sees: bool
     fixed: Mapping[str, NDArray[Any]]
     sizes: Callable[[tuple[int, ...]], Sequence[float]] | None
     draw: bool
@@ -124,8 +126,17 @@ class CachedExamples:
         self._keys = [
             [self._image_key(i, mirrored) for mirrored in self._views] for i in range(count)
         ]
-        captions = (None, *dict.fromkeys(images.caption(i) for i in range(count)))
-        self._texts = {c: cache.key("text", repr(c), latents.texts_key) for c in captions}
+        self._texts = {
+            self._text_key(index, mirrored, dropped=dropped): (index, mirrored, dropped)
+            for index in range(count)
+            for mirrored in self._views
+            for dropped in (True, False)
+        }
+
+    def _text_key(self, index: int, mirrored: bool, *, dropped: bool) -> str:
+        caption = None if dropped else self._images.caption(index)
+        beside = (self._keys[index][mirrored],) if self._latents.sees else ()
+        return self._cache.key("text", repr(caption), self._latents.texts_key, *beside)
 
     def _image_key(self, index: int, mirrored: bool) -> str:
         images = self._images
@@ -135,14 +146,16 @@ class CachedExamples:
     def fill(
         self,
         encode: Callable[[NDArray[np.float32]], Arrays],
-        read: Callable[[str | None], Arrays],
+        read: Callable[[str | None, NDArray[np.float32] | None], Arrays],
     ) -> tuple[int, int]:
         """Compute what is missing.
 
         Args:
           encode: an image, float32 [H, W, 3] in [-1, 1], or a video [F, H, W, 3], to `mean` of its
-            latents, and `deviation` where they are a distribution.
-          read: a caption, or none, to its states by the names of `Network.condition`.
+            latents, `deviation` where they are a distribution, and what the network receives of
+            its first frame, by the names of `Network.condition`.
+          read: a caption, or none, to its states by those names; it also gets the example's first
+            frame [H, W, 3] where captions are read beside it.
 
         Returns:
           How many views of images, and how many captions, were encoded.
@@ -158,11 +171,12 @@ class CachedExamples:
                     what = f"the latents of example {index} ({caption!r:.60})"
                     cache.write(key, _finite(encode(pixels), what))
                     images += 1
-        for caption, key in self._texts.items():
+        for key, (index, mirrored, dropped) in self._texts.items():
             if not cache.has(key):
-                cache.write(
-                    key, _finite(read(caption), f"the states of the caption {caption!r:.60}")
-                )
+                caption = None if dropped else self.caption(index)
+                frame = self.first_frame(index, mirrored=mirrored) if self._latents.sees else None
+                what = f"the states of the caption {caption!r:.60}"
+                cache.write(key, _finite(read(caption, frame), what))
                 texts += 1
         return images, texts
 
@@ -177,10 +191,21 @@ class CachedExamples:
             latents = latents + np.asarray(found["deviation"], np.float32) * noise
         return latents.astype(np.float32), self.caption(index)
 
-    def arrays(self, index: int, *, dropped: bool = False) -> Arrays:
-        """The caption's states, what is fixed, and the image's sizes."""
-        caption = None if dropped else self.caption(index)
-        found = {**self._cache.read(self._texts[caption]), **self._latents.fixed}
+    def first_frame(self, index: int, *, mirrored: bool = False) -> NDArray[np.float32]:
+        """Of a video, [H, W, 3] in [-1, 1].
+
+        Raises:
+          DataError: a video that cannot be decoded.
+        """
+        return self._images.get(index, mirrored=mirrored)[0][0]
+
+    def arrays(self, index: int, *, dropped: bool = False, mirrored: bool = False) -> Arrays:
+        """The caption's states, what is told of the first frame and what is fixed, and the image's
+        sizes."""
+        text = self._text_key(index, mirrored, dropped=dropped)
+        image = self._cache.read(self._keys[index][mirrored])
+        told = {name: array for name, array in image.items() if name not in ("mean", "deviation")}
+        found = {**self._cache.read(text), **told, **self._latents.fixed}
         if self._latents.sizes is not None:
             found["sizes"] = np.asarray(self._latents.sizes(self._images.frame(index)), np.float32)
         return found

@@ -85,11 +85,14 @@ class EncodedExamples:
         del mirrored, rng  # latents are as they were encoded
         return self._finite(index, "latents"), ""
 
-    def arrays(self, index: int, *, dropped: bool = False) -> dict[str, NDArray[Any]]:
+    def arrays(
+        self, index: int, *, dropped: bool = False, mirrored: bool = False
+    ) -> dict[str, NDArray[Any]]:
         """What the network is conditioned on, float32, the mask int32.
 
         Of a dropped caption the states are zeros, all of which are attended to.
         """
+        del mirrored  # as of `get`
         found: dict[str, NDArray[Any]] = {}
         for name, (shape, _) in self.config.arrays.items():
             if name == "guidance":

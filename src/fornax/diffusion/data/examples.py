@@ -76,9 +76,11 @@ class Examples(Protocol):
         """
         ...
 
-    def arrays(self, index: int, *, dropped: bool = False) -> dict[str, NDArray[Any]]:
+    def arrays(
+        self, index: int, *, dropped: bool = False, mirrored: bool = False
+    ) -> dict[str, NDArray[Any]]:
         """What the network is conditioned on beside the caption's words, by the names of
-        `Network.condition`; `dropped` is for the empty caption."""
+        `Network.condition`; `dropped` is for the empty caption, `mirrored` as of `get`."""
         ...
 
     def caption(self, index: int) -> str:
@@ -120,9 +122,11 @@ def open_examples(config: ImageData, split: str) -> Examples:
 class Captioned:
     """Examples that nothing but their caption conditions, and that all count the same."""
 
-    def arrays(self, index: int, *, dropped: bool = False) -> dict[str, NDArray[Any]]:
+    def arrays(
+        self, index: int, *, dropped: bool = False, mirrored: bool = False
+    ) -> dict[str, NDArray[Any]]:
         """None."""
-        del index, dropped
+        del index, dropped, mirrored
         return {}
 
     def weight(self, index: int) -> float:

@@ -55,10 +55,12 @@ class WithPrior:
         examples, place = self._of(index)
         return examples.get(place, mirrored=mirrored, rng=rng)
 
-    def arrays(self, index: int, *, dropped: bool = False) -> dict[str, NDArray[Any]]:
+    def arrays(
+        self, index: int, *, dropped: bool = False, mirrored: bool = False
+    ) -> dict[str, NDArray[Any]]:
         """As of the set."""
         examples, place = self._of(index)
-        return examples.arrays(place, dropped=dropped)
+        return examples.arrays(place, dropped=dropped, mirrored=mirrored)
 
     def caption(self, index: int) -> str:
         """As of the set."""

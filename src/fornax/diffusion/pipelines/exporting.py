@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_pipeline"]
 
-_NAMES = {**NAMES, "text2": "text2_BSD", "text2_mask": "text2_mask_BS"}
+_NAMES = {**NAMES, "text2_mask": "text2_mask_BS"}
 
 
 def export_pipeline(

@@ -30,6 +30,8 @@ from fornax.diffusion.schedules import Schedule
 from fornax.mesh import Rules, tree_shardings, use_mesh
 
 __all__ = [
+    "Begun",
+    "EncodeVideo",
     "Frames",
     "Guidance",
     "Job",
@@ -51,6 +53,9 @@ Guidance = Literal["free", "embedded", "none"]
 Prompts = Sequence[str | None]
 """Texts, or None for no condition."""
 
+EncodeVideo = Callable[[jax.Array], jax.Array]
+Begun = tuple[Mapping[str, jax.Array], jax.Array]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Frames:
@@ -62,9 +67,10 @@ class Frames:
       rate: frames per second, by default.
       sizes: of a rate, the numbers that the denoiser receives (`Condition.sizes_BN`); None where
         it receives none.
-      begin: of an image float32 [1, H, W, 3] in [-1, 1] that a video of this many frames begins
-        with, the fields of `Condition` that tell the denoiser, and the image's latents
-        [1, 1, h, w, C]; None where videos are of text alone.
+      encode: a video float32 [1, F, H, W, 3] in [-1, 1] to its latents.
+      begin: of `encode` and an image float32 [1, H, W, 3] in [-1, 1] that a video of this many
+        frames begins with, the fields of `Condition` that tell the denoiser, and the image's
+        latents [1, 1, h, w, C]; None where videos are of text alone.
       lean: share of those latents, beside the noise, in each of a video's latents at the start.
       cut: frames at the front of what is decoded that are not of the video.
     """
@@ -73,7 +79,8 @@ class Frames:
     factor: int
     rate: float
     sizes: Callable[[float], Sequence[float]] | None = None
-    begin: Callable[[jax.Array, int], tuple[Mapping[str, jax.Array], jax.Array]] | None = None
+    encode: EncodeVideo | None = None
+    begin: Callable[[EncodeVideo, jax.Array, int], Begun] | None = None
     lean: float = 0.0
     cut: int = 0
 

@@ -213,7 +213,8 @@ def _told(
         told["sizes_BN"] = jnp.float32([frames.sizes(request.rate or frames.rate)])
     if frames.begin is not None:
         assert request.image is not None, "refused before"
-        more, first_BX = frames.begin(jnp.asarray(request.image)[None], count)
+        assert frames.encode is not None, "videos that begin with an image have an encoder"
+        more, first_BX = frames.begin(frames.encode, jnp.asarray(request.image)[None], count)
         told |= more
     return told, first_BX
 

@@ -3,7 +3,6 @@
 Legend: B prompts, S tokens, D width of text states, F frames of latents.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.models.transformer import FractionalRopeConfig
 from fornax.diffusion.pipelines.experts import Experts
 from fornax.diffusion.pipelines.parts import Parts, compiled, texts
-from fornax.diffusion.pipelines.pipeline import Frames, Pipeline, Size
+from fornax.diffusion.pipelines.pipeline import Begun, EncodeVideo, Frames, Pipeline, Size
 from fornax.diffusion.pipelines.vision_language import Pictures, clip_pixels, llava
 
 __all__ = ["VIDEO_FAMILIES"]
@@ -32,7 +31,7 @@ def _video_pipeline(
     denoiser: Any,
     count: int,
     rate: float,
-    begin: Callable[[Any, jax.Array, int], tuple[dict[str, jax.Array], jax.Array]] | None = None,
+    begin: Callable[[EncodeVideo, jax.Array, int], Begun] | None = None,
     lean: float = 0.0,
     cut: int = 0,
     **fields: Any,
@@ -45,7 +44,7 @@ def _video_pipeline(
       denoiser: of videos of latents.
       count: of frames, by default.
       rate: frames per second, by default.
-      begin: as of `Frames`, of the autoencoder too.
+      begin: as of `Frames`.
       lean: as of `Frames`.
       cut: likewise.
       fields: of `Pipeline`, that the family has.
@@ -81,7 +80,8 @@ def _video_pipeline(
             factor=frames,
             rate=rate,
             sizes=spacing if spaced else None,
-            begin=None if begin is None else functools.partial(begin, vae),
+            encode=compiled(vae, lambda vae, x_BFHWC: vae.latents(x_BFHWC)),
+            begin=begin,
             lean=lean,
             cut=cut,
         ),
@@ -145,13 +145,12 @@ def _wan_from_an_image(parts: Parts) -> Pipeline:
         return _wan_of(parts, begin=_first_latents)
 
     see = _clip_states(parts) if parts.module("transformer").config.image_states else None
+    factor = parts.module("vae").config.frame_factor
 
-    def begin(
-        vae: Any, image_BHWC: jax.Array, count: int
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
+    def begin(encode: EncodeVideo, image_BHWC: jax.Array, count: int) -> Begun:
         video_BFHWC = jnp.pad(image_BHWC[:, None], ((0, 0), (0, count - 1), *((0, 0),) * 3))
-        latents_BFHWC = vae.latents(video_BFHWC)
-        mask = jnp.zeros((*latents_BFHWC.shape[:-1], vae.config.frame_factor), jnp.float32)
+        latents_BFHWC = encode(video_BFHWC)
+        mask = jnp.zeros((*latents_BFHWC.shape[:-1], factor), jnp.float32)
         told = {"image_BX": jnp.concatenate([mask.at[:, 0].set(1.0), latents_BFHWC], -1)}
         if see is not None:
             told["text2_BSD"] = see(image_BHWC)
@@ -160,11 +159,9 @@ def _wan_from_an_image(parts: Parts) -> Pipeline:
     return _wan_of(parts, begin=begin)
 
 
-def _first_latents(
-    vae: Any, image_BHWC: jax.Array, count: int
-) -> tuple[dict[str, jax.Array], jax.Array]:
+def _first_latents(encode: EncodeVideo, image_BHWC: jax.Array, count: int) -> Begun:
     """The latents of a first frame, which replace the video's first."""
-    latents_BFHWC = vae.latents(image_BHWC[:, None])
+    latents_BFHWC = encode(image_BHWC[:, None])
     return {"first_BX": latents_BFHWC}, latents_BFHWC
 
 
@@ -302,12 +299,12 @@ def _hunyuan_video_from_an_image(parts: Parts) -> Pipeline:
             guidance_B=jnp.full((len(prompts),), guidance, jnp.float32) if embedded else None,
         )
 
-    def beside(
-        vae: Any, image_BHWC: jax.Array, count: int
-    ) -> tuple[dict[str, jax.Array], jax.Array]:
-        first_BFHWC = vae.latents(image_BHWC[:, None])
+    factor = parts.module("vae").config.frame_factor
+
+    def beside(encode: EncodeVideo, image_BHWC: jax.Array, count: int) -> Begun:
+        first_BFHWC = encode(image_BHWC[:, None])
         shown = jnp.concatenate([first_BFHWC, jnp.ones_like(first_BFHWC[..., :1])], -1)
-        frames = 1 + (count - 1) // vae.config.frame_factor
+        frames = 1 + (count - 1) // factor
         rest = ((0, 0), (0, frames - 1), (0, 0), (0, 0), (0, 0))
         return {"image_BX": jnp.pad(shown, rest)}, first_BFHWC
 
@@ -319,7 +316,7 @@ def _hunyuan_video_from_an_image(parts: Parts) -> Pipeline:
         rate=24,
         begin=_first_latents if instead else beside,
         lean=_HUNYUAN_VIDEO_LEAN,
-        cut=0 if instead else parts.module("vae").config.frame_factor,
+        cut=0 if instead else factor,
         sees=True,
         guidance="embedded" if embedded else "none",
         size=(720, 1280),
