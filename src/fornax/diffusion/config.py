@@ -368,6 +368,9 @@ class DiffusionTuneConfig(RunConfig):
 
     model: str = ""
     """A folder that diffusers saved, or the run directory of the model to start from."""
+    component: str = ""
+    """Of a folder with two networks (Wan 2.2) the one to train: transformer, of times with more
+    noise than its boundary, or transformer_2; the other stays as it is."""
     method: Method = field(default_factory=Denoise)
     """What is learnt: the images, or of the model itself fewer steps, or preferences."""
     lora: LoRA | None = None

@@ -1,6 +1,6 @@
 """Loads what a run of `fornax diffusion train` made, to sample, serve, export or tune it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,19 +156,19 @@ class TunedRun:
         before = open_tuned(self.config.model)
         return Path(self.config.model) if before is None else before.folder
 
-    def restore(self, network: Network, *, merge: bool = True) -> Network:
-        """What the run made of the network of `folder`, which is used up.
+    def restore(self, load: Callable[[str], Network], *, merge: bool = True) -> dict[str, Network]:
+        """What this run and those before it made of networks of `folder`, by `config.component`.
 
         Args:
-          network: as it was loaded.
+          load: a network of the folder, by component.
           merge: whether the run's adapters are merged; those of runs before it always are.
 
         Raises:
           CheckpointError: no checkpoint, or a damaged one.
         """
-        before = open_tuned(self.config.model)
-        if before is not None:
-            network = before.restore(network)
+        before, own = open_tuned(self.config.model), self.config.component
+        found = {} if before is None else before.restore(load)
+        network = found[own] if own in found else load(own)
         checkpointer = Checkpointer(RunDirectory(self.path).checkpoints, CheckpointConfig())
         try:
             parts = _adapted(network, self.config)
@@ -176,7 +176,9 @@ class TunedRun:
         finally:
             checkpointer.close()
         network = parts.merge(params, nnx.to_pure_dict(parts.other), jax.random.key(0))
-        return adapters.merged(network) if self.config.lora is not None and merge else network
+        if self.config.lora is not None and merge:
+            network = adapters.merged(network)
+        return {**found, own: network}
 
 
 def open_tuned(path: str | Path) -> TunedRun | None:

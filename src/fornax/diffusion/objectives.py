@@ -12,6 +12,7 @@ velocity's) and converted to the network's. With err the data's error, the noise
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any, Literal
 
 import jax
@@ -144,6 +145,8 @@ class Objective:
         the data (Hang et al. 2023); `sigmoid`, sigmoid(`bias` - log SNR) on the noise (Kingma and
         Gao 2023); `cosmap`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) on the velocity (Esser et al. 2024);
         `edm`, 1 / c_out^2 on the data (Karras et al. 2022).
+      within: the part of the times, after the shift, that are drawn, for one of two networks; times
+        in it are as likely to each other as before.
       shift: of the time towards noise for larger images, `schedules.resolution_shift`; on `cosine`
         the same factor of sigma / alpha (Hoogeboom et al. 2023).
       mean: of the density; EDM's own is -1.2.
@@ -162,6 +165,7 @@ class Objective:
     prediction: Prediction = "flow"
     density: Literal["uniform", "logit-normal", "mode"] = "logit-normal"
     weight: Literal["constant", "min-snr", "sigmoid", "cosmap", "edm"] = "constant"
+    within: tuple[float, float] = (0.0, 1.0)
     shift: float = 1.0
     mean: float = 0.0
     deviation: float = 1.0
@@ -178,6 +182,17 @@ class Objective:
             raise ConfigError(
                 f"shift={self.shift:g}, deviation={self.deviation:g}, gamma={self.gamma:g}, "
                 f"sigma_data={self.sigma_data:g}; each must be above 0 and finite"
+            )
+        least, most = self.within
+        if not 0 <= least < most <= 1:
+            raise ConfigError(
+                f"within={least:g}, {most:g}; times are from 0 (data) to 1 (noise): give the first "
+                "and the last of them, the first below the last"
+            )
+        if self.path == "edm" and self.within != (0, 1):
+            raise ConfigError(
+                f"within={least:g}, {most:g} on path='edm', whose noise has no last level; leave "
+                "within out"
             )
         if not (math.isfinite(self.mean) and math.isfinite(self.bias)):
             raise ConfigError(f"mean={self.mean:g}, bias={self.bias:g}; both must be finite")
@@ -221,6 +236,9 @@ class Objective:
         if self.path == "edm":
             sigma = jnp.exp(self.mean + self.deviation * ndtri(u_B)) * self.shift
             return Point(jnp.log(sigma) / 4, jnp.ones_like(sigma), sigma)
+        if self.within != (0, 1):
+            first, last = sorted(map(self._uniform, self.within))
+            u_B = first + u_B * (last - first)
         time = self._time(u_B)
         if self.chain is not None:
             index = jnp.minimum((time * self.chain.steps).astype(jnp.int32), self.chain.steps - 1)
@@ -259,8 +277,30 @@ class Objective:
             case "logit-normal":
                 return jax.nn.sigmoid(self.mean + self.deviation * ndtri(u_B))
             case "mode":
-                bend = jnp.cos(jnp.pi / 2 * u_B) ** 2 - 1 + u_B
-                return 1 - u_B - self.mode_scale * bend
+                return _mode(u_B, self.mode_scale, jnp.cos)
+
+    def _uniform(self, time: float) -> float:
+        """The uniform number of a time after the shift: the inverse of what `point` does."""
+        if self.path == "flow":
+            time = shifted(time, 1 / self.shift)
+        elif self.path == "cosine":
+            angle = math.pi / 2 * time
+            angle = math.atan2(math.sin(angle), self.shift * math.cos(angle))
+            time = 2 / math.pi * angle
+        match self.density:
+            case "uniform":
+                return time
+            case "logit-normal":
+                if not 0 < time < 1:
+                    return float(time >= 1)
+                return NormalDist(self.mean, self.deviation).cdf(math.log(time / (1 - time)))
+            case "mode":
+                from scipy.optimize import root_scalar
+
+                def above(u: float) -> float:
+                    return _mode(u, self.mode_scale, math.cos) - time
+
+                return float(root_scalar(above, bracket=(0.0, 1.0)).root)
 
     def weights(self, point: Point) -> jax.Array:
         """(B,) factors of the squared error of the prediction, finite at both ends of the path."""
@@ -313,3 +353,8 @@ class Objective:
         wanted = target(self.prediction, data_BX, noise_BX, point, sigma_data=self.sigma_data)
         error = output_BX.astype(wanted.dtype) - wanted
         return self.weights(point) * jnp.mean(error**2, tuple(range(1, error.ndim)))
+
+
+def _mode(u: Any, scale: float, cos: Callable[[Any], Any]) -> Any:
+    """A time of a uniform number (Esser et al. 2024, eq. 20)."""
+    return 1 - u - scale * (cos(math.pi / 2 * u) ** 2 - 1 + u)

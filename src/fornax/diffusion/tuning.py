@@ -37,7 +37,7 @@ from fornax.diffusion.network import NAMES, Network
 from fornax.diffusion.objectives import Objective
 from fornax.diffusion.pipelines import ImageRequest, Pipeline, join, plan
 from fornax.diffusion.pipelines.experts import Experts
-from fornax.diffusion.pipelines.load import open_parts, pipeline_of
+from fornax.diffusion.pipelines.load import open_parts, pipeline_of, trained_networks
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.pipelines.parts import Parts
 from fornax.diffusion.run import opened, tuning_images, tuning_task
@@ -87,6 +87,11 @@ def tune(
         if before is not None or (config.model and is_pipeline(config.model)):
             folder = Path(config.model) if before is None else before.folder
             task, facts = _pipeline_task(config, folder, directory.path)
+        elif config.component:
+            raise ConfigError(
+                f"component={config.component}: {config.model} is a run of one network, or no "
+                "model; leave it out"
+            )
         else:
             config, task, facts = tuning_task(config, directory.path)
         facts.save(directory.path)
@@ -121,11 +126,12 @@ def _write(run: TunedRun) -> None:
     """The adapters, or the whole denoiser, as diffusers reads them: each process reads the
     checkpoint, and process 0 writes."""
     parts = open_parts(run.folder)
-    name = parts.denoiser
-    denoiser: Any = parts.module(name, dtype=run.config.dtypes.param_dtype)
-    network = run.restore(Network(denoiser, None, takes(denoiser.config)), merge=False)
+    name = run.config.component or parts.denoisers[0]
+    trained = trained_networks(run, parts, merge=False, dtype=run.config.dtypes.param_dtype)
+    network = trained[name]
     if run.config.lora is not None:
-        hosts.decide(lambda: save_lora(network.denoiser, run.path / "lora", name))
+        prefix = parts.denoisers[0]  # which diffusers expects of both networks' files
+        hosts.decide(lambda: save_lora(network.denoiser, run.path / "lora", prefix))
     else:
         hosts.decide(lambda: save_component(network.denoiser, run.path / name, overwrite=True))
 
@@ -137,6 +143,29 @@ class _Base:
     parts: Parts
     pipeline: Pipeline
     network: Network
+    """What is trained."""
+    other: nnx.Module | None
+    """The other of two networks."""
+
+    @property
+    def whole(self) -> Callable[[Any, Any], Any]:
+        """The denoiser that draws, of the trained one and the arrays of the other."""
+        experts = self.pipeline.denoiser
+        if not isinstance(experts, Experts):
+            return lambda denoiser, other: denoiser
+        graph, boundary = nnx.graphdef(self.other), experts.boundary
+        if self.other is experts.late:
+            return lambda denoiser, other: Experts(denoiser, nnx.merge(graph, other), boundary)
+        return lambda denoiser, other: Experts(nnx.merge(graph, other), denoiser, boundary)
+
+    @property
+    def within(self) -> tuple[float, float]:
+        """The times that are of the network."""
+        experts = self.pipeline.denoiser
+        if not isinstance(experts, Experts):
+            return (0.0, 1.0)
+        boundary = experts.boundary / 1000
+        return (boundary, 1.0) if self.other is experts.late else (0.0, boundary)
 
     @property
     def patch(self) -> tuple[int, ...]:
@@ -192,12 +221,15 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
     dtype = None if config.encode.dtype is None else parse_dtype(config.encode.dtype)
     dtypes = {"dtype": config.dtypes.param_dtype, "compute_dtype": config.dtypes.compute_dtype}
     parts = open_parts(folder, dtype)
-    denoiser: Any = parts.module(parts.denoiser, **dtypes)
-    network = Network(denoiser, None, takes(denoiser.config))
+    component = _component(config, parts)
     before = open_tuned(config.model)
-    if before is not None:
-        network = before.restore(network)
-    parts = open_parts(folder, dtype, denoiser=network.denoiser)
+    trained = {} if before is None else trained_networks(before, parts, **dtypes)
+    if component not in trained:
+        denoiser: Any = parts.module(component, **dtypes)
+        trained[component] = Network(denoiser, None, takes(denoiser.config))
+    network = trained[component]
+    modules = {name: each.denoiser for name, each in trained.items()}
+    parts = open_parts(folder, dtype, modules=modules)
     pipeline = pipeline_of(parts)
     if why := _not_tuned(pipeline):
         raise ConfigError(f"{folder} {why}")
@@ -218,7 +250,33 @@ def _base(config: DiffusionTuneConfig, folder: Path) -> _Base:
             "it out"
         )
     _check_layout(config, network)
-    return _Base(parts=parts, pipeline=pipeline, network=network)
+    others = [parts.module(name) for name in parts.denoisers if name != component]
+    return _Base(
+        parts=parts, pipeline=pipeline, network=network, other=others[0] if others else None
+    )
+
+
+def _component(config: DiffusionTuneConfig, parts: Parts) -> str:
+    """The network of a folder to train.
+
+    Raises:
+      ConfigError: it has two and the config names none, or none of that name.
+    """
+    names = parts.denoisers
+    if config.component in names:
+        return config.component
+    if not config.component and len(names) == 1:
+        return names[0]
+    if not config.component:
+        raise ConfigError(
+            f"{parts.folder} has two networks, of which a run trains one: set component to "
+            f"{names[0]}, of the times with more noise, or {names[1]}; a further run that starts "
+            "from that one can train the other"
+        )
+    raise ConfigError(
+        f"component={config.component}: {parts.folder} draws with {' and '.join(names)}; "
+        + (f"set it to {' or '.join(names)}" if len(names) > 1 else "leave it out")
+    )
 
 
 def _check_layout(config: DiffusionTuneConfig, network: Network) -> None:
@@ -235,17 +293,16 @@ def _check_layout(config: DiffusionTuneConfig, network: Network) -> None:
         return copy
 
     state = nnx.state(nnx.eval_shape(build))
+    tree_shardings(state, *_layout(config, state))
+
+
+def _layout(config: DiffusionTuneConfig, state: Any) -> tuple[Mesh, Rules]:
     fitted = fit_mesh(config.mesh, state, jax.device_count())
-    tree_shardings(state, make_mesh(fitted), fitted.resolved_rules())
+    return make_mesh(fitted), fitted.resolved_rules()
 
 
 def _not_tuned(pipeline: Pipeline) -> str | None:
     """Why a model is not tuned on what has captions alone; None where it is."""
-    if isinstance(pipeline.denoiser, Experts):
-        return (
-            "has two networks, each for a part of the times, and one network is tuned here; tune "
-            "one of the models that have a single one, such as Wan 2.1"
-        )
     if pipeline.time_scale != 1:
         return (
             "is distilled to few steps and receives other times than an objective here gives; tune "
@@ -435,11 +492,12 @@ def _task(
 ) -> Task[Network]:
     adapted: list[str] = []
     # Not `base` itself, which holds the encoders.
-    network, scheduler, patch = base.network, base.parts.scheduler, base.patch
+    network, scheduler, patch, within = base.network, base.parts.scheduler, base.patch, base.within
 
     def objective_of(shape: tuple[int, ...]) -> Objective:
         patches = math.prod(n // p for n, p in zip(shape, patch, strict=False))
-        return config.objective or scheduler.objective(patches)
+        found = config.objective or scheduler.objective(patches)
+        return replace(found, within=within) if found.within == (0, 1) else found
 
     def build(rngs: nnx.Rngs) -> Network:
         copy = nnx.clone(network)
@@ -507,14 +565,21 @@ def _grids(
         pipeline, rescale=said.rescale, encode=_released, to_latents=None, frames=frames
     )
 
-    def run(graph: Any, state: Any, arrays: Any) -> jax.Array:
-        return pipeline.drawn(nnx.merge(graph, state).denoiser, job.table, arrays)
+    whole, other = base.whole, {}
+    if base.other is not None:
+        other = nnx.state(base.other)
+        mesh, rules = _layout(config, other)
+        other = jax.device_put(other, tree_shardings(other, mesh, rules))
+
+    def run(graph: Any, state: Any, other: Any, arrays: Any) -> jax.Array:
+        denoiser = whole(nnx.merge(graph, state).denoiser, other)
+        return pipeline.drawn(denoiser, job.table, arrays)
 
     drawn = jax.jit(run, static_argnums=0)
 
     def show(step: int, network: Network) -> None:
         graph, state = nnx.split(network)
-        latents = hosts.whole(drawn(graph, state, job.arrays))
+        latents = hosts.whole(drawn(graph, state, other, job.arrays))
         if jax.process_index() == 0:
             images = pipeline.images(jnp.asarray(latents))
             write_grid(folder / "images" / f"step-{step:07d}.png", images, rate)

@@ -5,13 +5,14 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from tests.diffusion_folders import write_folder
+from tests.diffusion_folders import WAN, write_component, write_folder
 
 from fornax.adapters import LoRA
 from fornax.cli.main import main
@@ -40,8 +41,15 @@ from fornax.diffusion.models.autoencoders import (
 )
 from fornax.diffusion.network import Network
 from fornax.diffusion.objectives import Chain, Objective, example_noise, example_uniform
-from fornax.diffusion.pipelines import ImageRequest, load_pipeline, plan, with_adapters
+from fornax.diffusion.pipelines import (
+    ImageRequest,
+    Pipeline,
+    load_pipeline,
+    plan,
+    with_adapters,
+)
 from fornax.diffusion.pipelines.clips import encode_video
+from fornax.diffusion.pipelines.load import open_parts
 from fornax.diffusion.pipelines.one_frame import of_images
 from fornax.diffusion.run import tuning_images
 from fornax.diffusion.task import denoising_loss
@@ -290,7 +298,7 @@ def test_a_model_of_first_frames_is_tuned_on_those_of_the_videos(clips, tmp_path
         with pytest.raises(ConfigError, match=said):
             tune(config_of(folder, clips, data=of_clips(clips, **changes)), tmp_path / "no")
     encoded = EncodedConfig(path=str(clips), shape=(3, 8, 8, 4), text_length=4, text_width=24)
-    with pytest.raises(ConfigError, match="draws from a first frame, of which data.path="):
+    with pytest.raises(ConfigError, match=r"draws from a first frame, of which data\.path="):
         tune(config_of(folder, clips, data=encoded), tmp_path / "no")
 
 
@@ -347,16 +355,96 @@ def test_videos_that_do_not_fit_a_folder_are_refused(changes, said, wan, clips, 
 def test_what_draws_from_more_than_a_prompt_is_refused(sd, wan, clips, photos, tmp_path):
     with pytest.raises(ConfigError, match="draws images, and examples are videos of 5 x 12 x 20"):
         tune(config_of(sd, clips, data=of_clips(clips)), tmp_path / "a", progress="none")
+
+
+@pytest.fixture(scope="module")
+def wan_two(wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like Wan 2.2's, of two networks."""
+    folder = tmp_path_factory.mktemp("videos") / "wan-two"
+    shutil.copytree(wan, folder)
+    write_component(folder / "transformer_2", "WanTransformer3DModel", WAN, seed=7)
     index = json.loads((wan / "model_index.json").read_text())
-    for name, more, said in (
-        ("two", {"transformer_2": index["transformer"], "boundary_ratio": 0.9}, "has two networks"),
+    more = {"transformer_2": index["transformer"], "boundary_ratio": 0.9}
+    (folder / "model_index.json").write_text(json.dumps({**index, **more}))
+    return folder
+
+
+@pytest.mark.slow
+def test_each_of_two_networks_is_tuned_on_its_times(wan_two, clips, tmp_path):
+    """One run after another, each on the other's result; their files draw what the last does, and
+    the first changes only what its own network draws."""
+    runs, model = [tmp_path / name for name in ("early", "late")], wan_two
+    for out, name in zip(runs, ("transformer", "transformer_2"), strict=True):
+        config = config_of(
+            model,
+            clips,
+            data=of_clips(clips),
+            component=name,
+            lora=LoRA(rank=2),
+            sample=SampleConfig(every=2, count=1, steps=4),
+        )
+        assert tune(config, out, progress="none").step == 2
+        model = out
+    base = load_pipeline(wan_two)
+    request = ImageRequest(prompt="a fox", size=(16, 16), frames=5, steps=4, guidance=1.0)
+    job = plan(base, request)
+    times = job.table.points[:-1, 0]
+    assert times.min() < 900 <= times.max()
+
+    def drawn(pipeline: Pipeline, **fields: str) -> np.ndarray:
+        return np.asarray(pipeline.run(plan(pipeline, dataclasses.replace(request, **fields))))
+
+    plain, early, both = (drawn(load_pipeline(each)) for each in (wan_two, *runs))
+    tolerance = 1e-4 * np.abs(plain).max()
+    files = [f"{out / 'lora'}" for out in runs]
+    for texts, want in ((f"{files[0]},", early), (",".join(files), both)):
+        merged = with_adapters(load_pipeline(wan_two), merged=(texts,))
+        np.testing.assert_allclose(drawn(merged), want, atol=tolerance)
+    named = with_adapters(base, named={"early": f"{files[0]},", "both": ",".join(files)})
+    for adapter, want in ((None, plain), ("early", early), ("both", both)):
+        np.testing.assert_allclose(drawn(named, adapter=adapter), want, atol=tolerance)
+    assert np.abs(early - plain).max() > 10 * tolerance
+    assert np.abs(both - early).max() > 10 * tolerance
+    state = nnx.state(load_pipeline(runs[1]).denoiser)
+    for name, place in (("transformer", "early"), ("transformer_2", "late")):
+        before = nnx.state(load_component(wan_two / name))
+        changed = jax.tree.map(lambda a, b: bool((a != b).any()), before, state[place])
+        assert any(jax.tree.leaves(changed))
+    assert main(["convert", str(runs[1]), "--out", str(tmp_path / "whole")]) == 0
+    np.testing.assert_allclose(drawn(load_pipeline(tmp_path / "whole")), both, atol=tolerance)
+    with pytest.raises(ConfigError, match="draws with two networks; write EARLY,LATE"):
+        with_adapters(base, merged=(files[0],))
+
+
+def test_a_network_of_a_folder_is_named_where_it_has_two(wan, wan_two, clips, tmp_path):
+    for folder, component, said in (
+        (wan_two, "", "has two networks, of which a run trains one: set component to"),
+        (wan_two, "unet", "draws with transformer and transformer_2; set it to"),
+        (wan, "transformer_2", "draws with transformer; leave it out"),
     ):
-        other = tmp_path / name
-        shutil.copytree(wan, other)
-        shutil.copytree(wan / "transformer", other / "transformer_2")
-        (other / "model_index.json").write_text(json.dumps({**index, **more}))
+        config = config_of(folder, clips, data=of_clips(clips), component=component)
         with pytest.raises(ConfigError, match=said):
-            tune(config_of(other, clips, data=of_clips(clips)), tmp_path / "b", progress="none")
+            tune(config, tmp_path / "run", progress="none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("component", "within"), [("transformer", (0.9, 1.0)), ("transformer_2", (0.0, 0.9))]
+)
+def test_the_loss_of_one_of_two_networks_is_of_its_times(
+    component, within, wan, wan_two, clips, tmp_path
+):
+    """As of a folder of that network alone, with the scheduler's objective within these."""
+    alone = tmp_path / "alone"
+    shutil.copytree(wan, alone)
+    shutil.copytree(wan_two / component, alone / "transformer", dirs_exist_ok=True)
+    fields = {"data": of_clips(clips), "steps": 1}
+    objective = dataclasses.replace(open_parts(wan).scheduler.objective(1), within=within)
+    found = tune(config_of(wan_two, clips, component=component, **fields), tmp_path / "found")
+    want = tune(config_of(alone, clips, objective=objective, **fields), tmp_path / "want")
+    assert found.metrics is not None
+    assert want.metrics is not None
+    assert found.metrics["loss"] == pytest.approx(want.metrics["loss"], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -65,15 +65,16 @@ class ByRow(nnx.Module):
 
     Attributes:
       denoiser: without adapters.
+      config: its.
       paths: of the kernels that an adapter changes.
       down: of each, A [L, A, K, R], L left out where it is not stacked; ranks are filled up to the
         largest. All of it is on each device of a mesh.
       up: of each, B [L, A, R, N].
     """
 
-    def __init__(self, denoiser: nnx.Module, adapters: Sequence[tuple[Adapter, float]]):
+    def __init__(self, denoiser: Any, adapters: Sequence[tuple[Adapter, float]]):
         """Take adapters of the denoiser, each with the scale of its product."""
-        self.denoiser = denoiser
+        self.denoiser, self.config = denoiser, denoiser.config
         self.paths = tuple(dict.fromkeys(path for adapter, _ in adapters for path in adapter.pairs))
         modules = {"/".join(map(str, at)): each for at, each in nnx.iter_modules(denoiser)}
         pairs = [_matrices(modules[path], path, adapters) for path in self.paths]
@@ -101,7 +102,7 @@ class ByRow(nnx.Module):
                 rows = jnp.broadcast_to(adapters_B, (*down.shape[:-3], len(adapters_B)))
                 variable = variable.replace(_RowWeight(variable.get_value(), down, up, rows))
             found.append((path, variable))
-        denoiser: Any = nnx.merge(graph, nnx.from_flat_state(found))
+        denoiser = nnx.merge(graph, nnx.from_flat_state(found))
         return denoiser(x_BX, time_B, dataclasses.replace(condition, adapter_B=None), **options)
 
 

@@ -35,7 +35,7 @@ class Experts(nnx.Module):
                 needed,
                 lambda state, *given: nnx.merge(graph, state)(*given),
                 lambda state, x_BX, *rest: jnp.zeros(
-                    (*x_BX.shape[:-1], network.config.outputs), x_BX.dtype
+                    (*x_BX.shape[:-1], self.config.outputs), x_BX.dtype
                 ),
                 *(state, x_BX, time_B, condition),
             )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from flax import nnx
@@ -12,13 +13,14 @@ from jax.typing import DTypeLike
 from fornax.config import did_you_mean
 from fornax.config.errors import ConfigError
 from fornax.diffusion.config import takes
-from fornax.diffusion.load import is_diffusion_run, is_pipeline, open_tuned
+from fornax.diffusion.load import TunedRun, is_diffusion_run, is_pipeline, open_tuned
 from fornax.diffusion.lora import Adapter, ByRow, merge_lora, read_lora
 from fornax.diffusion.models.components import load_component
 from fornax.diffusion.models.unet import UNet
 from fornax.diffusion.network import Network
 from fornax.diffusion.pipelines.control import Controlled, check_control
 from fornax.diffusion.pipelines.editing import EDITING_FAMILIES
+from fornax.diffusion.pipelines.experts import Experts
 from fornax.diffusion.pipelines.families import FAMILIES
 from fornax.diffusion.pipelines.language_families import LANGUAGE_FAMILIES
 from fornax.diffusion.pipelines.parts import Parts
@@ -32,6 +34,7 @@ __all__ = [
     "open_parts",
     "parse_adapter",
     "pipeline_of",
+    "trained_networks",
     "with_adapters",
     "with_controls",
 ]
@@ -86,7 +89,8 @@ def parse_adapter(text: str, what: str = "adapter") -> tuple[str, float]:
 def with_adapters(
     pipeline: Pipeline, *, merged: Sequence[str] = (), named: Mapping[str, str] | None = None
 ) -> Pipeline:
-    """A pipeline with adapters, each `FILE[:SCALE]` (`read_lora`).
+    """A pipeline with adapters, each `FILE[:SCALE]` (`read_lora`); of two networks, `EARLY,LATE` of
+    such, where one side may be empty.
 
     Args:
       pipeline: of a folder of diffusers, or a run that was tuned from one.
@@ -100,23 +104,37 @@ def with_adapters(
     if not merged and not named:
         return pipeline
     denoiser: Any = pipeline.denoiser
-    inner = denoiser.unet if isinstance(denoiser, Controlled) else denoiser
-    if not hasattr(inner.config, "class_name"):
+    networks = [denoiser.unet if isinstance(denoiser, Controlled) else denoiser]
+    if isinstance(denoiser, Experts):
+        networks = [denoiser.early, denoiser.late]
+    if not hasattr(networks[0].config, "class_name"):
         raise ConfigError(f"{pipeline.name} takes no adapters; they are for folders of diffusers")
-    prefix = "unet" if isinstance(inner, UNet) else "transformer"
+    prefix = "unet" if isinstance(networks[0], UNet) else "transformer"
 
-    def read(text: str) -> tuple[Adapter, float]:
-        path, scale = parse_adapter(text)
-        return read_lora(path, inner, prefix), scale
+    def read(text: str) -> list[tuple[Adapter, float]]:
+        files = [text] if len(networks) == 1 else text.split(",")
+        if len(files) != len(networks) or not any(files):
+            raise ConfigError(
+                f"adapter {text!r}: {pipeline.name} draws with two networks; write EARLY,LATE: the "
+                "file of transformer, a comma, that of transformer_2, and nothing for none"
+            )
+        places = map(parse_adapter, files)
+        return [
+            (read_lora(path, network, prefix) if path else Adapter(name="", pairs={}), scale)
+            for (path, scale), network in zip(places, networks, strict=True)
+        ]
 
     for text in merged:
-        merge_lora(inner, *read(text))
+        for network, adapter in zip(networks, read(text), strict=True):
+            merge_lora(network, *adapter)
     if not named:
         return pipeline
-    if inner is not denoiser:
+    if isinstance(denoiser, Controlled):
         raise ConfigError(f"{pipeline.name} has a ControlNet, beside which adapters are merged")
-    by_row = ByRow(inner, [read(text) for text in named.values()])
-    return dataclasses.replace(pipeline, denoiser=by_row, adapters=tuple(named))
+    found = zip(*map(read, named.values()), strict=True)
+    first, *rest = (ByRow(network, each) for network, each in zip(networks, found, strict=True))
+    whole = Experts(first, rest[0], denoiser.boundary) if rest else first
+    return dataclasses.replace(pipeline, denoiser=whole, adapters=tuple(named))
 
 
 def with_controls(
@@ -165,7 +183,7 @@ def open_parts(
     path: Path,
     dtype: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
-    denoiser: nnx.Module | None = None,
+    modules: Mapping[str, nnx.Module] = MappingProxyType({}),
 ) -> Parts:
     """The parts of a folder that diffusers saved; arguments as of `Parts`.
 
@@ -185,7 +203,7 @@ def open_parts(
             f"{path} {what}: name a folder that diffusers saved, with model_index.json, or a run "
             "directory of fornax diffusion train"
         )
-    parts = Parts(path, dtype, compute_dtype, denoiser)
+    parts = Parts(path, dtype, compute_dtype, modules)
     name = str(parts.index.get("_class_name"))
     if name not in PIPELINES:
         raise ConfigError(f"{path}: pipeline {name} is not known; {did_you_mean(name, PIPELINES)}")
@@ -204,8 +222,27 @@ def tuned_pipeline(
     run = open_tuned(path)
     if run is None:
         return None
-    parts = open_parts(run.folder, dtype, compute_dtype)
-    denoiser: Any = parts.module(parts.denoiser)
-    network = run.restore(Network(denoiser, None, takes(denoiser.config)))
-    found = pipeline_of(open_parts(run.folder, dtype, compute_dtype, network.denoiser))
+    trained = trained_networks(run, open_parts(run.folder, dtype, compute_dtype))
+    modules = {name: network.denoiser for name, network in trained.items()}
+    found = pipeline_of(open_parts(run.folder, dtype, compute_dtype, modules))
     return dataclasses.replace(found, name=str(path))
+
+
+def trained_networks(
+    run: TunedRun, parts: Parts, *, merge: bool = True, **options: Any
+) -> dict[str, Network]:
+    """What a run of tuning and those before it made of networks of their folder, by component.
+
+    Args:
+      run: of tuning.
+      parts: of its folder, whose networks are used up.
+      merge: as of `TunedRun.restore`.
+      **options: as of `Parts.module`.
+    """
+
+    def load(component: str) -> Network:
+        denoiser: Any = parts.module(component or parts.denoisers[0], **options)
+        return Network(denoiser, None, takes(denoiser.config))
+
+    found = run.restore(load, merge=merge)
+    return {component or parts.denoisers[0]: network for component, network in found.items()}

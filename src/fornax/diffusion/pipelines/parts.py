@@ -3,8 +3,9 @@
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ class Parts:
         folder: str | Path,
         dtype: DTypeLike | None = None,
         compute_dtype: DTypeLike | None = None,
-        denoiser: nnx.Module | None = None,
+        modules: Mapping[str, nnx.Module] = MappingProxyType({}),
     ):
         """Read model_index.json.
 
@@ -47,15 +48,14 @@ class Parts:
           dtype: of the denoiser and the text encoders; None for what they are stored as. The
             autoencoder computes in float32 where that is float16.
           compute_dtype: of the products; None for that of the weights.
-          denoiser: to take in place of the folder's.
+          modules: to take in place of the folder's, by name.
 
         Raises:
           CheckpointError: there is no readable model_index.json.
         """
         self.folder = Path(folder)
         self._dtype, self._compute_dtype = dtype, compute_dtype
-        self._denoiser = denoiser
-        self.modules: dict[str, Any] = {}
+        self.modules: dict[str, Any] = dict(modules)
         self.index = read_json_object(
             self.folder / "model_index.json",
             "give a folder that diffusers saved, with model_index.json, or a run of fornax "
@@ -81,9 +81,10 @@ class Parts:
         return ["controlnet", *more]
 
     @property
-    def denoiser(self) -> str:
-        """The name of the denoiser's part."""
-        return "unet" if self.has("unet") else "transformer"
+    def denoisers(self) -> list[str]:
+        """The names of the networks that draw: one, or that of the early and that of the late
+        steps."""
+        return [name for name in ("unet", "transformer", "transformer_2") if self.has(name)]
 
     def module(self, name: str, **options: Any) -> Any:
         """A component's module; options are those of `load_component`.
@@ -96,9 +97,8 @@ class Parts:
             if name == "vae" and dtype is not None and jnp.dtype(dtype) == jnp.float16:
                 dtype = jnp.float32  # its activations overflow float16
             given = {"dtype": dtype, "compute_dtype": self._compute_dtype, **options}
-            own = self._denoiser if name == self.denoiser else None
             at = self.folder / name if name in self.controls else self._of_class(name)
-            self.modules[name] = load_component(at, **given) if own is None else own
+            self.modules[name] = load_component(at, **given)
         return self.modules[name]
 
     def _of_class(self, name: str) -> Path:

@@ -20,8 +20,6 @@ from fornax.diffusion.pipelines.pipeline import Pipeline
 
 __all__ = ["check_target", "save_pipeline", "with_denoiser"]
 
-_DENOISERS = ("transformer", "unet")
-"""Names of the component that a pipeline draws with."""
 _INDEX = "model_index.json"
 
 
@@ -97,7 +95,7 @@ def with_denoiser(pipeline: Pipeline, network: nnx.Module) -> Pipeline:
             f"{parts.folder} draws with two networks, and one does not go into the place of both; "
             "write it into the folder of the one that it was trained as"
         )
-    own: Any = parts.modules[_denoiser_name(parts)]
+    own: Any = parts.modules[parts.denoisers[0]]
     given: Any = network
     differs = _differences(own.config, given.config)
     if differs:
@@ -118,13 +116,9 @@ def components(parts: Parts) -> list[str]:
     return [*named, *parts.controls[1:]]
 
 
-def _denoiser_name(parts: Parts) -> str:
-    return next(name for name in _DENOISERS if parts.has(name))
-
-
 def _drawing(pipeline: Pipeline, parts: Parts) -> dict[str, nnx.Module]:
     """The network that draws, by its component's name, where it is one component."""
-    denoiser, name = pipeline.denoiser, _denoiser_name(parts)
+    denoiser, name = pipeline.denoiser, parts.denoisers[0]
     if isinstance(denoiser, Controlled):
         denoiser = denoiser.unet
     return {name: denoiser} if type(denoiser) is type(parts.modules[name]) else {}
