@@ -200,8 +200,8 @@ class CachedExamples:
         return self._images.get(index, mirrored=mirrored)[0][0]
 
     def arrays(self, index: int, *, dropped: bool = False, mirrored: bool = False) -> Arrays:
-        """The caption's states, what is told of the first frame and what is fixed, and the image's
-        sizes."""
+        """The caption's states, what the network receives of the first frame, what is fixed, and
+        the image's sizes."""
         text = self._text_key(index, mirrored, dropped=dropped)
         image = self._cache.read(self._keys[index][mirrored])
         told = {name: array for name, array in image.items() if name not in ("mean", "deviation")}

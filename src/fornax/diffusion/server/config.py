@@ -21,7 +21,7 @@ class ImageServerConfig(HttpConfig):
     own size)."""
     lora: tuple[str, ...] = ()
     """Adapters of diffusers, PEFT or kohya, each NAME=FILE[:SCALE], one of which a request's
-    `model` names."""
+    `model` names; of two networks NAME=EARLY,LATE."""
     max_images: int = 10
     """Images of one request; more get 400."""
     max_steps: int = 100
