@@ -556,6 +556,35 @@ def factor_scaled(vae: Any) -> tuple[Any, Any]:
     return 0.0, vae.config.scaling_factor
 
 
+def tuning_of(folder: Path) -> tuple[DiffusionTuneConfig, np.ndarray]:
+    """A step of adapters on one video, which is written beside the folder, and the video."""
+    loaded = load_pipeline(folder)
+    assert loaded.frames is not None
+    side, count = 4 * loaded.multiple, 1 + 2 * loaded.frames.factor
+    video = RNG.integers(0, 256, (count, side, side, 3), np.uint8)
+    (folder.parent / "a.png").write_bytes(encode_video(video, "png", 8))
+    data = ImagesConfig(
+        path=str(folder.parent / "a.png"),
+        prompt="a fox runs",
+        resolution=side,
+        multiple=side,
+        frames=(count,),
+        rate=8,
+        threads=1,
+    )
+    config = DiffusionTuneConfig(
+        model=str(folder),
+        data=data,
+        lora=LoRA(rank=2),
+        batch_size=1,
+        steps=1,
+        optim=OptimConfig(learning_rate=1e-2, schedule=Constant()),
+        sample=SampleConfig(every=1, count=1, steps=1),
+        mesh=MeshConfig(data=1),
+    )
+    return config, video
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("make", "scaled", "begun"),
@@ -577,30 +606,8 @@ def test_each_is_tuned_on_the_latents_of_its_autoencoder(
     the network is given of its first frame."""
     theirs = make()
     theirs.save_pretrained(tmp_path / "model")
-    loaded = load_pipeline(tmp_path / "model")
-    assert loaded.frames is not None
-    side, count = 4 * loaded.multiple, 1 + 2 * loaded.frames.factor
-    video = RNG.integers(0, 256, (count, side, side, 3), np.uint8)
-    (tmp_path / "a.png").write_bytes(encode_video(video, "png", 8))
-    data = ImagesConfig(
-        path=str(tmp_path / "a.png"),
-        prompt="a fox runs",
-        resolution=side,
-        multiple=side,
-        frames=(count,),
-        rate=8,
-        threads=1,
-    )
-    config = DiffusionTuneConfig(
-        model=str(tmp_path / "model"),
-        data=data,
-        lora=LoRA(rank=2),
-        batch_size=1,
-        steps=1,
-        optim=OptimConfig(learning_rate=1e-2, schedule=Constant()),
-        sample=SampleConfig(every=1, count=1, steps=1),
-        mesh=MeshConfig(data=1),
-    )
+    config, video = tuning_of(tmp_path / "model")
+    count = len(video)
     result = tune(config, tmp_path / "run", progress="none")
     assert result.metrics is not None
     assert np.isfinite(result.metrics["loss"])
@@ -624,3 +631,29 @@ def test_each_is_tuned_on_the_latents_of_its_autoencoder(
         if name == "text":  # behind the mask are states of padding
             array = array * read["text_mask"][:, None]
         check_output(array[None], want)
+
+
+@pytest.mark.exhaustive
+@torch.no_grad()
+def test_adapters_of_both_networks_are_read_by_diffusers(tmp_path: Path) -> None:
+    """A run after another; diffusers draws with their two files what the last run does."""
+    pipeline = diffusers.WanPipeline(
+        transformer=wan_transformer(),
+        transformer_2=wan_transformer(seed=1),
+        boundary_ratio=0.95,
+        **wan_parts(),
+    )
+    model = tmp_path / "model"
+    pipeline.save_pretrained(model)
+    noise = normal(1, 3, 4, 8, 4)
+    plain, _ = ours(model, noise)
+    for name, more in (("transformer", {}), ("transformer_2", {"load_into_transformer_2": True})):
+        config, _ = tuning_of(model)
+        run = tmp_path / name
+        tune(dataclasses.replace(config, component=name, steps=8), run, progress="none")
+        file = run / "lora" / "pytorch_lora_weights.safetensors"
+        pipeline.load_lora_weights(file, adapter_name=name, **more)
+        model = run
+    found, _ = ours(model, noise)
+    assert np.abs(found - plain).max() > 1e-2 * np.abs(plain).max()
+    check_output(found, theirs(pipeline, channels_first(noise), prompt="a fox runs"))
