@@ -9,6 +9,7 @@ from fornax.adapters import LoRA
 from fornax.config.errors import ConfigError
 from fornax.config.suggest import did_you_mean
 from fornax.diffusion.data import EncodedConfig, ImageData, ImagesConfig
+from fornax.diffusion.guidance import check_guidance
 from fornax.diffusion.methods import Denoise, Method
 from fornax.diffusion.models.parts import Activation
 from fornax.diffusion.models.transformer import (
@@ -217,10 +218,7 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"sample.{name}={value} must be 1 or more")
-        if not 0 <= self.guidance <= 100:
-            raise ConfigError(
-                f"sample.guidance={self.guidance:g} must be from 0 to 100; 1 means no guidance"
-            )
+        check_guidance("sample.guidance", self.guidance)
         if not 0 <= self.rescale <= 1:
             raise ConfigError(f"sample.rescale={self.rescale:g} is a share, in [0, 1]")
         if not 0 <= self.seed < 2**32:
@@ -329,10 +327,7 @@ class EncodeConfig:
                 f"encode.tile={self.tile} must be 1 or more pixels, such as 512; null encodes the "
                 "whole"
             )
-        if self.guidance is not None and not 0 <= self.guidance <= 100:
-            raise ConfigError(
-                f"encode.guidance={self.guidance:g} must be from 0 to 100; null passes 1"
-            )
+        check_guidance("encode.guidance", self.guidance)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,19 @@ from fornax.config.errors import ConfigError
 from fornax.diffusion.predictions import Point, along
 from fornax.diffusion.sampling import Network
 
-__all__ = ["ConditionedNetwork", "guided", "perpendicular"]
+__all__ = ["ConditionedNetwork", "check_guidance", "guided", "perpendicular"]
 
 ConditionedNetwork = Callable[[jax.Array, Point, Any], jax.Array]
+
+
+def check_guidance(name: str, scale: float | None) -> None:
+    """Refuse a scale that says nothing.
+
+    Raises:
+      ConfigError: it is not None, and not from 0 to 100.
+    """
+    if scale is not None and not 0 <= scale <= 100:
+        raise ConfigError(f"{name}={scale:g} must be from 0 to 100; 1 means no guidance")
 
 
 def guided(

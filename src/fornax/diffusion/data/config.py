@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fornax.config.errors import ConfigError
+from fornax.diffusion.guidance import check_guidance
 
 __all__ = ["EncodedConfig", "ImageData", "ImagesConfig", "LettersConfig"]
 
@@ -152,8 +153,7 @@ class EncodedConfig:
                 raise ConfigError(f"data.{name}={value} must be 1 or more")
         if self.holdout < 0:
             raise ConfigError(f"data.holdout={self.holdout} must be 0 or more")
-        if self.guidance is not None and not 0 <= self.guidance <= 100:
-            raise ConfigError(f"data.guidance={self.guidance:g} must be from 0 to 100")
+        check_guidance("data.guidance", self.guidance)
 
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -336,17 +336,26 @@ def load_tensors(
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 
 
+def check_dtype(name: str, tensor: StoredTensor) -> None:
+    """Refuse integers where there should be weights.
+
+    Raises:
+      CheckpointError: with the name of the tensor.
+    """
+    if tensor.dtype not in FLOATS.values():
+        raise CheckpointError(
+            f"{tensor.file}: {name} is stored as {tensor.dtype.name}; weights are read as "
+            f"{', '.join(dtype.name for dtype in FLOATS.values())}: save it as one of these"
+        )
+
+
 def _find(component: Component, folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a folder by the key map's names, without those that are not read."""
     found: dict[str, StoredTensor] = {}
     for own, tensor in find_tensors(folder, DTYPES, stem=component.stem).items():
         if own.endswith(component.unread) or own in component.fixed:
             continue
-        if tensor.dtype not in FLOATS.values():
-            raise CheckpointError(
-                f"{tensor.file}: {own} is stored as {tensor.dtype.name}; weights are read as "
-                f"{', '.join(dtype.name for dtype in FLOATS.values())}: save it as one of these"
-            )
+        check_dtype(own, tensor)
         name = component.name(own)
         other = found.setdefault(name, tensor)
         if other is not tensor and not np.array_equal(other.view(), tensor.view()):

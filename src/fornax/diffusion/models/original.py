@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fornax.checkpoint.safetensors_file import DTYPES, FLOATS, StoredTensor, open_file
+from fornax.checkpoint.safetensors_file import DTYPES, StoredTensor, open_file
 from fornax.config.errors import CheckpointError, ConfigError
 from fornax.diffusion.models import files
 from fornax.diffusion.models.autoencoders.components import AUTOENCODER_KL, kl_keys
@@ -114,11 +114,7 @@ def _under(prefix: str, stored: Mapping[str, StoredTensor], path: Path) -> dict[
             "load_component, or give a file of the original code"
         )
     for name, tensor in own.items():
-        if tensor.dtype not in FLOATS.values():
-            raise CheckpointError(
-                f"{path}: {prefix}{name} is stored as {tensor.dtype.name}; weights are read as "
-                f"{', '.join(dtype.name for dtype in FLOATS.values())}: save it as one of these"
-            )
+        files.check_dtype(f"{prefix}{name}", tensor)
     return own
 
 

@@ -4,7 +4,6 @@ Legend: B images, H height, W width, C channels, X axes of a latent.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from PIL import Image
 
 from fornax.config import did_you_mean
 from fornax.config.errors import ConfigError
+from fornax.diffusion.guidance import check_guidance
 from fornax.diffusion.models.condition import Condition
 from fornax.diffusion.pipelines.pictures import resized, to_array, to_pixels
 from fornax.diffusion.pipelines.pipeline import Frames, Job, Pipeline, Size
@@ -254,8 +254,7 @@ def _check(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
     steps, guidance = request.steps, request.guidance
     if steps is not None and not 1 <= steps <= _STEPS:
         raise ConfigError(f"steps={steps} must be from 1 to {_STEPS}")
-    if guidance is not None and not (math.isfinite(guidance) and 0 <= guidance <= 100):
-        raise ConfigError(f"guidance={guidance:g} must be from 0 to 100; 1 means no guidance")
+    check_guidance("guidance", guidance)
     if guidance is not None and guidance < 1 and pipeline.guidance == "free":
         raise ConfigError(
             f"guidance={guidance:g} would leave out the prompt, in whole or in part: 1 means no "

@@ -20,6 +20,8 @@ SIDE, WIDTH = 8, 48
 class Network(nnx.Module):
     """Attention over the rows of a picture, told of time and class."""
 
+    config = None
+
     def __init__(self):
         make = {"rngs": nnx.Rngs(0), "dtype": jnp.float32, "compute_dtype": jnp.float32}
         self.classes = Embedding(27, WIDTH, std=1.0, **make)
