@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
+from tests.diffusion_folders import write_folder
 
 from fornax import export
 from fornax.cli.main import main
@@ -172,6 +173,26 @@ def test_a_bundle_of_its_denoiser_says_what_it_says(folder, tmp_path, capsys):
     ):
         assert main([*command, *flags, "--overwrite"]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_bundle_of_what_draws_after_a_first_frame_takes_what_it_is_told(tmp_path):
+    """Mask and latents of the frame, and CLIP's states, as sampling has them."""
+    folder = write_folder(tmp_path / "wan", "wan-first")
+    out = tmp_path / "wan-first" / "1"
+    command = ["export", "--model", str(folder), "--function", "denoise", "--out", str(out)]
+    flags = ["--size", "16x16", "--frames", "5", "--batch", "1", "--platforms", "cpu"]
+    assert main([*command, *flags]) == 0
+    pipeline = load_pipeline(folder)
+    image = np.random.default_rng(0).uniform(-1, 1, (16, 16, 3)).astype(np.float32)
+    request = ImageRequest(prompt="a fox", image=image, size=(16, 16), frames=5)
+    job, time = plan(pipeline, request), jnp.float32([900])
+    given = {"text": "text_BSD", "image": "image_BX", "text2": "text2_BSD"}
+    arrays = {name: np.asarray(getattr(job.condition, field)) for name, field in given.items()}
+    found = export.load(out)["denoise"](x=np.asarray(job.start_BX), time=np.asarray(time), **arrays)
+    network = pipeline.network(pipeline.denoiser, job.condition, None, 1.0)
+    wanted = network(job.start_BX, Point(time, jnp.ones(1), time))
+    np.testing.assert_allclose(found["output"], wanted, atol=1e-5)
 
 
 @pytest.mark.exhaustive

@@ -20,7 +20,7 @@ from fornax.config.errors import ConfigError
 from fornax.diffusion.models import Condition
 from fornax.diffusion.network import NAMES
 from fornax.diffusion.pipelines.load import load_pipeline
-from fornax.diffusion.pipelines.pipeline import Size
+from fornax.diffusion.pipelines.pipeline import Pipeline, Size
 from fornax.diffusion.pipelines.request import ImageRequest, plan
 from fornax.diffusion.predictions import Point
 from fornax.kernels.registry import target_platform
@@ -47,7 +47,9 @@ def export_pipeline(
 
     `x` float32 [b, *X] is a noisy latent, `time` float32 [b] as schedules have it (0 to 1000). The
     other inputs are those fields of `Condition` that the model receives, by the names of encoded
-    examples: `text`, `text_mask`, `pooled`, `sizes`, `guidance`, `classes`, `text2`, `text2_mask`.
+    examples: `text`, `text_mask`, `pooled`, `sizes`, `guidance`, `classes`, `text2`, `text2_mask`,
+    `image` (beside x: a mask and latents, or pictures for ControlNets) and `first` (the latents of
+    a video's first frame).
     `output`, float32 of x's shape, is what the metadata's `prediction` says; `points` are t, alpha
     and sigma of the model's usual steps, [steps + 1, 3].
 
@@ -61,19 +63,18 @@ def export_pipeline(
       **options: further ones of `export.save`.
 
     Raises:
-      ConfigError, CheckpointError: from `load_pipeline`; a model that receives images; a size or
-        frames that it does not draw.
+      ConfigError, CheckpointError: from `load_pipeline`; a model that edits images, of any number
+        and size; a size or frames that it does not draw.
       BundleError: from `export.save`.
     """
     # Attention in bfloat16 would go to a GPU's own library.
     pipeline = load_pipeline(model, dtype=dtype, compute_dtype=jnp.float32)
-    begins = pipeline.frames is not None and pipeline.frames.begin is not None
-    if begins or pipeline.fills or pipeline.follows or pipeline.sees:
+    if pipeline.references is not None and pipeline.references.needed:
         raise ConfigError(
-            f"{model} receives images beside its prompts, which denoise does not take; draw with "
-            "fornax diffusion sample, or export a model that draws from prompts"
+            f"{model} edits images, whose number and sizes are of each request, and denoise takes "
+            "inputs of one shape; draw with fornax diffusion sample"
         )
-    job = plan(pipeline, ImageRequest(size=size, frames=frames))
+    job = plan(pipeline, _blank(pipeline, size, frames))
     fields = {
         name: getattr(job.condition, field)
         for name, field in _NAMES.items()
@@ -109,6 +110,20 @@ def export_pipeline(
         }
         | options.pop("metadata", {}),
         **options,
+    )
+
+
+def _blank(pipeline: Pipeline, size: Size | None, frames: int | None) -> ImageRequest:
+    """A request with all that the model receives."""
+    begins = pipeline.frames is not None and pipeline.frames.begin is not None
+    height, width = pipeline.size if size is None else size
+    grey = np.zeros((height, width, 3), np.float32)
+    return ImageRequest(
+        size=(height, width),
+        frames=frames,
+        image=grey if begins or pipeline.fills else None,
+        mask=np.ones((height, width), np.float32) if pipeline.fills else None,
+        controls=(grey,) * pipeline.follows,
     )
 
 
