@@ -156,18 +156,21 @@ class TunedRun:
         before = open_tuned(self.config.model)
         return Path(self.config.model) if before is None else before.folder
 
-    def restore(self, load: Callable[[str], Network], *, merge: bool = True) -> dict[str, Network]:
-        """What this run and those before it made of networks of `folder`, by `config.component`.
+    def restore(
+        self, load: Callable[[str], Network], only: str, *, merge: bool = True
+    ) -> dict[str, Network]:
+        """What this run and those before it made of networks of `folder`, by component.
 
         Args:
           load: a network of the folder, by component.
+          only: the component of a run that names none.
           merge: whether the run's adapters are merged; those of runs before it always are.
 
         Raises:
           CheckpointError: no checkpoint, or a damaged one.
         """
-        before, own = open_tuned(self.config.model), self.config.component
-        found = {} if before is None else before.restore(load)
+        before, own = open_tuned(self.config.model), self.config.component or only
+        found = {} if before is None else before.restore(load, only)
         network = found[own] if own in found else load(own)
         checkpointer = Checkpointer(RunDirectory(self.path).checkpoints, CheckpointConfig())
         try:

@@ -112,15 +112,21 @@ def with_adapters(
     prefix = "unet" if isinstance(networks[0], UNet) else "transformer"
 
     def read(text: str) -> list[tuple[Adapter, float]]:
-        files = [text] if len(networks) == 1 else text.split(",")
-        if len(files) != len(networks) or not any(files):
+        two = len(networks) == 2
+        files = text.split(",") if two else [text]
+        if two and (len(files) != 2 or not any(files)):
             raise ConfigError(
                 f"adapter {text!r}: {pipeline.name} draws with two networks; write EARLY,LATE: the "
                 "file of transformer, a comma, that of transformer_2, and nothing for none"
             )
         places = map(parse_adapter, files)
         return [
-            (read_lora(path, network, prefix) if path else Adapter(name="", pairs={}), scale)
+            (
+                Adapter(name="", pairs={})
+                if two and not path
+                else read_lora(path, network, prefix),
+                scale,
+            )
             for (path, scale), network in zip(places, networks, strict=True)
         ]
 
@@ -241,8 +247,7 @@ def trained_networks(
     """
 
     def load(component: str) -> Network:
-        denoiser: Any = parts.module(component or parts.denoisers[0], **options)
+        denoiser: Any = parts.module(component, **options)
         return Network(denoiser, None, takes(denoiser.config))
 
-    found = run.restore(load, merge=merge)
-    return {component or parts.denoisers[0]: network for component, network in found.items()}
+    return run.restore(load, parts.denoisers[0], merge=merge)

@@ -140,7 +140,7 @@ def open_base(config: DiffusionTuneConfig, folder: Path) -> Base:
             f"encode.guidance={config.encode.guidance:g}: {folder} is not told its guidance; leave "
             "it out"
         )
-    _checklayout_of(config, network)
+    _check_layout(config, network)
     others = [parts.module(name) for name in parts.denoisers if name != component]
     return Base(
         parts=parts, pipeline=pipeline, network=network, other=others[0] if others else None
@@ -170,7 +170,7 @@ def _component(config: DiffusionTuneConfig, parts: Parts) -> str:
     )
 
 
-def _checklayout_of(config: DiffusionTuneConfig, network: Network) -> None:
+def _check_layout(config: DiffusionTuneConfig, network: Network) -> None:
     """Refuse, before anything is encoded, adapters that match nothing and a mesh that does not fit.
 
     Raises:
@@ -188,23 +188,28 @@ def _checklayout_of(config: DiffusionTuneConfig, network: Network) -> None:
 
 
 def layout_of(config: DiffusionTuneConfig, state: Any) -> tuple[Mesh, Rules]:
+    """The run's mesh and rules for a network of this state.
+
+    Raises:
+      ShardingError: one that does not fit.
+    """
     fitted = fit_mesh(config.mesh, state, jax.device_count())
     return make_mesh(fitted), fitted.resolved_rules()
 
 
 def _not_tuned(pipeline: Pipeline) -> str | None:
-    """Why a model is not tuned on what has captions alone; None where it is."""
+    """Why a model is not tuned on images or videos with captions; None where it is."""
     if pipeline.time_scale != 1:
         return (
             "is distilled to few steps and receives other times than an objective here gives; tune "
             "the model that it was distilled from"
         )
-    references = pipeline.references
     if pipeline.frames is not None and pipeline.frames.cut:
         return (
             "draws frames before those of the video, of which examples have none; tune a model of "
             "which the first frame is the video's own (image_condition_type token_replace)"
         )
+    references = pipeline.references
     more = {
         "a mask and a masked picture": pipeline.fills,
         "an image to follow": pipeline.follows > 0,
