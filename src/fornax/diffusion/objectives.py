@@ -145,8 +145,6 @@ class Objective:
         the data (Hang et al. 2023); `sigmoid`, sigmoid(`bias` - log SNR) on the noise (Kingma and
         Gao 2023); `cosmap`, 2 / (pi (1 - 2 sigma + 2 sigma^2)) on the velocity (Esser et al. 2024);
         `edm`, 1 / c_out^2 on the data (Karras et al. 2022).
-      within: the part of the times, after the shift, that are drawn, for one of two networks; times
-        in it are as likely to each other as before.
       shift: of the time towards noise for larger images, `schedules.resolution_shift`; on `cosine`
         the same factor of sigma / alpha (Hoogeboom et al. 2023).
       mean: of the density; EDM's own is -1.2.
@@ -165,7 +163,6 @@ class Objective:
     prediction: Prediction = "flow"
     density: Literal["uniform", "logit-normal", "mode"] = "logit-normal"
     weight: Literal["constant", "min-snr", "sigmoid", "cosmap", "edm"] = "constant"
-    within: tuple[float, float] = (0.0, 1.0)
     shift: float = 1.0
     mean: float = 0.0
     deviation: float = 1.0
@@ -182,17 +179,6 @@ class Objective:
             raise ConfigError(
                 f"shift={self.shift:g}, deviation={self.deviation:g}, gamma={self.gamma:g}, "
                 f"sigma_data={self.sigma_data:g}; each must be above 0 and finite"
-            )
-        least, most = self.within
-        if not 0 <= least < most <= 1:
-            raise ConfigError(
-                f"within={least:g}, {most:g}; times are from 0 (data) to 1 (noise): give the first "
-                "and the last of them, the first below the last"
-            )
-        if self.path == "edm" and self.within != (0, 1):
-            raise ConfigError(
-                f"within={least:g}, {most:g} on path='edm', whose noise has no last level; leave "
-                "within out"
             )
         if not (math.isfinite(self.mean) and math.isfinite(self.bias)):
             raise ConfigError(f"mean={self.mean:g}, bias={self.bias:g}; both must be finite")
@@ -236,9 +222,6 @@ class Objective:
         if self.path == "edm":
             sigma = jnp.exp(self.mean + self.deviation * ndtri(u_B)) * self.shift
             return Point(jnp.log(sigma) / 4, jnp.ones_like(sigma), sigma)
-        if self.within != (0, 1):
-            first, last = sorted(map(self._uniform, self.within))
-            u_B = first + u_B * (last - first)
         time = self._time(u_B)
         if self.chain is not None:
             index = jnp.minimum((time * self.chain.steps).astype(jnp.int32), self.chain.steps - 1)
@@ -250,6 +233,24 @@ class Objective:
             return Point(1000 * sigma, 1 - sigma, sigma)
         angle = jnp.arctan2(self.shift * jnp.sin(jnp.pi / 2 * time), jnp.cos(jnp.pi / 2 * time))
         return Point(1000 * angle * 2 / jnp.pi, jnp.cos(angle), jnp.sin(angle))
+
+    def within(self, u_B: jax.Array, part: tuple[float, float]) -> jax.Array:
+        """Uniform numbers of a part of the times, which are as likely to each other as before.
+
+        Args:
+          u_B: (B,) in (0, 1), as for `point`.
+          part: the least and the greatest time after the shift, in [0, 1].
+
+        Raises:
+          ConfigError: on path `edm`, whose noise has no greatest level.
+        """
+        if self.path == "edm":
+            raise ConfigError(
+                "objective.path=edm has no greatest level of noise, and a network of a part of the "
+                "times is trained on its levels; set it to flow, or objective to null"
+            )
+        first, last = sorted(map(self._uniform, part))
+        return first + u_B * (last - first)
 
     def schedule(self, steps: int) -> Schedule:
         """Noise levels for a sampler of a network that was trained so, in `steps` steps.

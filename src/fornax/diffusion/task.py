@@ -40,6 +40,7 @@ def denoising_loss(
     *,
     seed: int,
     strata: int | None,
+    within: tuple[float, float] | None = None,
     remat: str = "none",
 ) -> Loss:
     """The sum over a batch of its rows' weighted errors; `weight` counts images.
@@ -52,6 +53,7 @@ def denoising_loss(
       objective: the loss of a row.
       seed: of noise and times.
       strata: rows of the global batch, over which the times are spread; None for each its own.
+      within: the part of the times that is drawn (`Objective.within`); None for all.
       remat: what the backward pass computes again of each block.
     """
     data_BX = batch["images"]
@@ -60,6 +62,8 @@ def denoising_loss(
     u_B = example_uniform(seed, batch["step"], batch["example"])
     if strata is not None:
         u_B = stratified(u_B, batch["place"] % strata, strata)
+    if within is not None:
+        u_B = objective.within(u_B, within)
     point = objective.point(u_B)
     x_BX = objective.noised(data_BX, noise_BX, point)
     condition = network.condition(batch)
@@ -253,6 +257,7 @@ def examples_task(
     open_split: Callable[[str], Examples],
     prompts: Prompts | None,
     samples: Samples[Network] | None,
+    within: tuple[float, float] | None = None,
 ) -> Task[Network]:
     """The task of any network on any examples.
 
@@ -263,6 +268,7 @@ def examples_task(
       open_split: the examples of `train` and `eval`.
       prompts: captions to integers, where the network learns them.
       samples: what is shown while it trains.
+      within: as of `denoising_loss`.
     """
     strata = config.batch_size if config.stratified else None
 
@@ -274,12 +280,15 @@ def examples_task(
             objective_of(batch["images"].shape[1:]),
             seed=config.seed,
             strata=strata,
+            within=within,
             remat=config.remat,
         )
 
     def evaluate(network: Network, batch: Batch) -> Loss:
         objective = objective_of(batch["images"].shape[1:])
-        return denoising_loss(network, batch, objective, seed=config.seed, strata=None)
+        return denoising_loss(
+            network, batch, objective, seed=config.seed, strata=None, within=within
+        )
 
     return Task(
         build=build,

@@ -134,7 +134,8 @@ WITHIN = (0.6, 0.95)
 def test_times_of_a_part_are_the_density_cut_off(shift):
     """A truncated normal before the shift; others by the times of all that lie in the part."""
     with jax.enable_x64(True):
-        found = Objective(mean=-0.3, deviation=0.8, shift=shift, within=WITHIN).point(U)
+        objective = Objective(mean=-0.3, deviation=0.8, shift=shift)
+        found = objective.point(objective.within(jnp.asarray(U), WITHIN))
     edges = [y / (shift - (shift - 1) * y) for y in WITHIN]
     logits = stats.truncnorm.ppf(
         U, *((np.log(e / (1 - e)) + 0.3) / 0.8 for e in edges), loc=-0.3, scale=0.8
@@ -155,8 +156,9 @@ def test_times_of_a_part_are_the_density_cut_off(shift):
 )
 def test_times_of_a_part_are_as_likely_to_each_other_as_before(fields):
     with jax.enable_x64(True):
-        whole = np.asarray(Objective(**fields).point(jnp.asarray(U)).t) / 1000
-        part = np.asarray(Objective(**fields, within=WITHIN).point(jnp.asarray(U)).t) / 1000
+        objective, u = Objective(**fields), jnp.asarray(U)
+        whole = np.asarray(objective.point(u).t) / 1000
+        part = np.asarray(objective.point(objective.within(u, WITHIN)).t) / 1000
     assert part.min() >= WITHIN[0] - 1e-9
     assert part.max() <= WITHIN[1] + 1e-9
     kept = np.sort(whole[(whole >= WITHIN[0]) & (whole <= WITHIN[1])])
@@ -164,12 +166,9 @@ def test_times_of_a_part_are_as_likely_to_each_other_as_before(fields):
     np.testing.assert_allclose(np.quantile(part, at), np.quantile(kept, at), atol=1e-3)
 
 
-@pytest.mark.parametrize("within", [(0.5, 0.5), (-0.1, 0.5), (0.2, 1.1), (0.9, 0.1)])
-def test_parts_without_times_are_refused(within):
-    with pytest.raises(ConfigError, match="times are from 0"):
-        Objective(within=within)
-    with pytest.raises(ConfigError, match="has no last level"):
-        Objective(path="edm", prediction="edm", within=(0.1, 0.5))
+def test_levels_without_a_greatest_have_no_parts():
+    with pytest.raises(ConfigError, match="no greatest level of noise"):
+        Objective(path="edm", prediction="edm").within(jnp.asarray(U), WITHIN)
 
 
 ENDS = [

@@ -74,8 +74,7 @@ class Arguments:
     compare: Annotated[bool, NO_DEFAULT] = False
     """Draw without the cache too, and print the difference."""
     lora: Annotated[tuple[str, ...], arg(metavar="FILE", help_behavior_hint="")] = ()
-    """Adapters of diffusers, PEFT or kohya to merge, FILE:0.8 at a scale;
-    EARLY,LATE of two networks."""
+    """Adapters to merge, FILE:0.8 at a scale; EARLY,LATE of two networks."""
     batch: int = 4
     """Images that are drawn at once."""
     dtype: Annotated[

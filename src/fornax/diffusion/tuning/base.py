@@ -50,11 +50,11 @@ class Base:
         return lambda denoiser, other: Experts(nnx.merge(graph, other), denoiser, boundary)
 
     @property
-    def within(self) -> tuple[float, float]:
-        """The times that are of the network."""
+    def within(self) -> tuple[float, float] | None:
+        """The times that are of the network; None for all."""
         experts = self.pipeline.denoiser
         if not isinstance(experts, Experts):
-            return (0.0, 1.0)
+            return None
         boundary = experts.boundary / 1000
         return (boundary, 1.0) if self.other is experts.late else (0.0, boundary)
 

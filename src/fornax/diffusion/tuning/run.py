@@ -127,12 +127,11 @@ def _task(
 ) -> Task[Network]:
     adapted: list[str] = []
     # Not `base` itself, which holds the encoders.
-    network, scheduler, patch, within = base.network, base.parts.scheduler, base.patch, base.within
+    network, scheduler, patch = base.network, base.parts.scheduler, base.patch
 
     def objective_of(shape: tuple[int, ...]) -> Objective:
         patches = math.prod(n // p for n, p in zip(shape, patch, strict=False))
-        found = config.objective or scheduler.objective(patches)
-        return replace(found, within=within) if found.within == (0, 1) else found
+        return config.objective or scheduler.objective(patches)
 
     def build(rngs: nnx.Rngs) -> Network:
         copy = nnx.clone(network)
@@ -152,6 +151,7 @@ def _task(
         lambda split: examples[split],
         None,
         grids_of(config, base, examples["train"], folder),
+        base.within,
     )
     said = f"adapters on {', '.join(adapted)}" if adapted else "all parameters are trained"
     post = PostTraining(trained=trained_of(config.lora), notes=(said,))
