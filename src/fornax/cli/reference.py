@@ -26,20 +26,26 @@ if TYPE_CHECKING:
 
 
 def write_reference(directory: Path) -> list[Path]:
-    """Write the pages into a folder; return their paths."""
+    """Write the pages into a folder, that of recipes with their plans too; return their paths."""
+    from fornax.plan.recipes_page import recipes_page
+
     directory.mkdir(parents=True, exist_ok=True)
-    pages = {
-        "cli.md": commands_page(),
-        **config_pages(),
-        "requests.md": requests_page(),
-        "recipes.md": _recipes_page(),
-        "kernels.md": _kernels_page(),
-        "quantized.md": _quantized_page(),
-    }
+    pages = {**reference_pages(), "recipes.md": recipes_page()}
     for name, text in pages.items():
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     return [directory / name for name in pages]
+
+
+def reference_pages() -> dict[str, str]:
+    """The pages that say what the code has, by their files' names."""
+    return {
+        "cli.md": commands_page(),
+        **config_pages(),
+        "requests.md": requests_page(),
+        "kernels.md": _kernels_page(),
+        "quantized.md": _quantized_page(),
+    }
 
 
 def commands_page() -> str:
@@ -109,12 +115,6 @@ def _parameters(cls: type, refused: Mapping[str, str]) -> list[str]:
         shown = default.name if isinstance(default, enum.Enum) else repr(default)
         rows.append((f"`{field.name}`", f"`{shown}`", text))
     return [f"### {cls.__name__}", "", *table(("Field", "Default", ""), rows), ""]
-
-
-def _recipes_page() -> str:
-    from fornax.plan.recipes_page import recipes_page
-
-    return recipes_page()
 
 
 def _kernels_page() -> str:

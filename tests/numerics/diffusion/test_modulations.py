@@ -17,8 +17,8 @@ from fornax.diffusion.models.transformer import embedder
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("DiTTransformer2DModel", DIT),
-        ("SD3Transformer2DModel", SD3),
+        pytest.param("DiTTransformer2DModel", DIT, marks=pytest.mark.slow),
+        pytest.param("SD3Transformer2DModel", SD3, marks=pytest.mark.slow),
         ("FluxTransformer2DModel", FLUX),
     ],
 )

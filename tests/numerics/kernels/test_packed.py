@@ -208,8 +208,8 @@ def test_several_at_once_are_the_same_as_one_by_one(precision: str, rows: int) -
         np.testing.assert_array_equal(y, weight.linear(x))
 
 
-@pytest.mark.parametrize("rows", [1, 13])
-@pytest.mark.parametrize("precision", ["int4", "int8"])
+@pytest.mark.parametrize("rows", [1, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("precision", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_inputs_in_another_order_are_gathered(precision: str, rows: int) -> None:
     """Bit for bit: of several weights at once, of which some share their order."""
     rng, x = np.random.default_rng(3), _rows(512, "float32")[:rows]

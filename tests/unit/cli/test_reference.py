@@ -18,10 +18,8 @@ from fornax.llm.sampling_params import REFUSED
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
-    paths = reference.write_reference(folder)
-    return {str(path.relative_to(folder)): path.read_text() for path in paths}
+def pages():
+    return reference.reference_pages()
 
 
 @pytest.mark.slow

@@ -142,6 +142,7 @@ def test_a_run_becomes_a_folder_that_draws_the_same(tuned, sd, tmp_path):
     assert np.abs(found - drawn(load_pipeline(sd))).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_latents_and_texts_are_computed_once(tuned, sd, photos):
     """A second run on the same photos reads the cache, whose latents are the autoencoder's."""
     files = {file: file.stat().st_mtime_ns for file in (tuned / "encoded").rglob("*.safetensors")}
