@@ -36,7 +36,7 @@ class Base:
     network: Network
     """What is trained."""
     other: nnx.Module | None
-    """The other of two networks."""
+    """The other of two networks; abstract where nothing is drawn."""
 
     @property
     def whole(self) -> Callable[[Any, Any], Any]:
@@ -120,6 +120,9 @@ def open_base(config: DiffusionTuneConfig, folder: Path) -> Base:
         trained[component] = Network(denoiser, None, takes(denoiser.config))
     network = trained[component]
     modules = {name: each.denoiser for name, each in trained.items()}
+    if config.sample.every is None:  # nobody draws with the other of two
+        unread = nnx.eval_shape(lambda: nnx.clone(network.denoiser))
+        modules = {**dict.fromkeys(parts.denoisers, unread), **modules}
     parts = open_parts(folder, dtype, modules=modules)
     pipeline = pipeline_of(parts)
     if why := _not_tuned(pipeline):
