@@ -348,6 +348,10 @@ def rate_of(config: RunConfig) -> float:
 
 def spread_captions(examples: Examples, count: int) -> list[str]:
     """Captions of examples that are spread over the set."""
-    size = len(examples.bucket)
-    places = np.linspace(0, size - 1, min(count, size)).astype(int)
-    return [examples.caption(int(place)) for place in places]
+    return [examples.caption(i) for i in spread(np.arange(len(examples.bucket)), count)]
+
+
+def spread(numbers: np.ndarray, count: int) -> list[int]:
+    """A count of some numbers, or all where there are fewer: evenly from the first to the last."""
+    places = np.linspace(0, len(numbers) - 1, min(count, len(numbers))).astype(int)
+    return numbers[places].tolist()

@@ -78,8 +78,7 @@ def _requests(arguments: Arguments, pipeline: "Pipeline") -> "list[ImageRequest]
 
     size = pipeline.size if arguments.size is None else parse_size(arguments.size)
     pictures = [open_picture(path, f"--image {path}") for path in arguments.image]
-    begins = pipeline.frames is not None and pipeline.frames.begin is not None
-    if pictures and not begins and pipeline.references is None:
+    if pictures and not pipeline.begins and pipeline.references is None:
         raise ConfigError(
             f"--image {arguments.image[0]}: {pipeline.name} neither draws after an image nor "
             "begins a video with one, and a calibration draws from noise; leave it out"

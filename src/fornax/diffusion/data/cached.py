@@ -11,6 +11,7 @@ Shapes: X of latents: H, W and channels C, of videos F before them.
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ class Latents:
       channels: of latents.
       images_key: changes when the autoencoder does, or an encoder of first frames.
       texts_key: changes when the text encoders do.
+      begins: whether the network receives something of an example's first frame.
       sees: whether captions are read beside the example's first frame.
       fixed: what conditions every example alike, by the names of `Network.condition`.
       sizes: the numbers that the denoiser receives of `Examples.frame`; None where it receives
@@ -99,6 +101,7 @@ class Latents:
     channels: int
     images_key: str
     texts_key: str
+    begins: bool
     sees: bool
     fixed: Mapping[str, NDArray[Any]]
     sizes: Callable[[tuple[int, ...]], Sequence[float]] | None
@@ -126,17 +129,17 @@ class CachedExamples:
         self._keys = [
             [self._image_key(i, mirrored) for mirrored in self._views] for i in range(count)
         ]
-        self._texts = {
-            self._text_key(index, mirrored, dropped=dropped): (index, mirrored, dropped)
-            for index in range(count)
-            for mirrored in self._views
-            for dropped in (True, False)
-        }
+        self._texts: dict[tuple[Any, ...], tuple[str, int, bool]] = {}
+        for index, mirrored, dropped in product(range(count), self._views, (True, False)):
+            caption, *beside = said = self._said(index, mirrored, dropped=dropped)
+            if said not in self._texts:
+                key = cache.key("text", repr(caption), latents.texts_key, *beside)
+                self._texts[said] = key, index, mirrored
 
-    def _text_key(self, index: int, mirrored: bool, *, dropped: bool) -> str:
-        caption = None if dropped else self._images.caption(index)
-        beside = (self._keys[index][mirrored],) if self._latents.sees else ()
-        return self._cache.key("text", repr(caption), self._latents.texts_key, *beside)
+    def _said(self, index: int, mirrored: bool, *, dropped: bool) -> tuple[Any, ...]:
+        """A caption, or None, and the view beside which it is read, if it is."""
+        caption = None if dropped else self.caption(index)
+        return (caption, self._keys[index][mirrored]) if self._latents.sees else (caption,)
 
     def _image_key(self, index: int, mirrored: bool) -> str:
         images = self._images
@@ -171,9 +174,8 @@ class CachedExamples:
                     what = f"the latents of example {index} ({caption!r:.60})"
                     cache.write(key, _finite(encode(pixels), what))
                     images += 1
-        for key, (index, mirrored, dropped) in self._texts.items():
+        for (caption, *_), (key, index, mirrored) in self._texts.items():
             if not cache.has(key):
-                caption = None if dropped else self.caption(index)
                 frame = self.first_frame(index, mirrored=mirrored) if self._latents.sees else None
                 what = f"the states of the caption {caption!r:.60}"
                 cache.write(key, _finite(read(caption, frame), what))
@@ -202,10 +204,11 @@ class CachedExamples:
     def arrays(self, index: int, *, dropped: bool = False, mirrored: bool = False) -> Arrays:
         """The caption's states, what the network receives of the first frame, what is fixed, and
         the image's sizes."""
-        text = self._text_key(index, mirrored, dropped=dropped)
-        image = self._cache.read(self._keys[index][mirrored])
-        told = {name: array for name, array in image.items() if name not in ("mean", "deviation")}
-        found = {**self._cache.read(text), **told, **self._latents.fixed}
+        text, *_ = self._texts[self._said(index, mirrored, dropped=dropped)]
+        found = {**self._cache.read(text), **self._latents.fixed}
+        if self._latents.begins:
+            image = self._cache.read(self._keys[index][mirrored])
+            found |= {n: array for n, array in image.items() if n not in ("mean", "deviation")}
         if self._latents.sizes is not None:
             found["sizes"] = np.asarray(self._latents.sizes(self._images.frame(index)), np.float32)
         return found

@@ -15,7 +15,7 @@ from fornax.config.files import write_whole
 from fornax.diffusion.load import is_diffusion_run, is_pipeline, load_run
 from fornax.diffusion.pipelines.load import load_pipeline
 from fornax.diffusion.pipelines.pipeline import Pipeline
-from fornax.diffusion.pipelines.request import ImageRequest, plan
+from fornax.diffusion.pipelines.request import ImageRequest, blank_request, plan
 from fornax.diffusion.pipelines.saving import check_target, save_pipeline, with_denoiser
 from fornax.mesh import parse_dtype
 
@@ -148,17 +148,11 @@ def _drawn(pipeline: Pipeline) -> tuple[np.ndarray, np.ndarray, ImageRequest]:
     side = max(1, _SIDE // pipeline.multiple) * pipeline.multiple
     size = pipeline.size if pipeline.sizes else min(pipeline.size, (side, side))
     frames = None if pipeline.frames is None else 1 + pipeline.frames.cut
-    request = ImageRequest(prompt=_PROMPTS[0], size=size, steps=_STEPS, frames=frames)
-    blank = np.zeros((*size, 3), np.float32)
+    fields = {"prompt": _PROMPTS[0], "steps": _STEPS, "frames": frames}
+    request = blank_request(pipeline, size, **fields)
     if pipeline.references is not None:
         grey = np.full((*size, 3), 128, np.uint8)
         request = dataclasses.replace(request, references=(grey,))
-    if pipeline.frames is not None and pipeline.frames.begin is not None:
-        request = dataclasses.replace(request, image=blank)
-    if pipeline.fills:
-        request = dataclasses.replace(request, image=blank, mask=np.ones(size, np.float32))
-    if pipeline.follows:
-        request = dataclasses.replace(request, controls=(blank,) * pipeline.follows)
     try:
         job = plan(pipeline, request)
     except ConfigError:  # a model of classes

@@ -20,8 +20,8 @@ from fornax.config.errors import ConfigError
 from fornax.diffusion.models import Condition
 from fornax.diffusion.network import NAMES
 from fornax.diffusion.pipelines.load import load_pipeline
-from fornax.diffusion.pipelines.pipeline import Pipeline, Size
-from fornax.diffusion.pipelines.request import ImageRequest, plan
+from fornax.diffusion.pipelines.pipeline import Size
+from fornax.diffusion.pipelines.request import blank_request, plan
 from fornax.diffusion.predictions import Point
 from fornax.kernels.registry import target_platform
 
@@ -74,7 +74,7 @@ def export_pipeline(
             f"{model} edits images, whose number and sizes are of each request, and denoise takes "
             "inputs of one shape; draw with fornax diffusion sample"
         )
-    job = plan(pipeline, _blank(pipeline, size, frames))
+    job = plan(pipeline, blank_request(pipeline, size or pipeline.size, frames=frames))
     fields = {
         name: getattr(job.condition, field)
         for name, field in _NAMES.items()
@@ -110,20 +110,6 @@ def export_pipeline(
         }
         | options.pop("metadata", {}),
         **options,
-    )
-
-
-def _blank(pipeline: Pipeline, size: Size | None, frames: int | None) -> ImageRequest:
-    """A request with all that the model receives."""
-    begins = pipeline.frames is not None and pipeline.frames.begin is not None
-    height, width = pipeline.size if size is None else size
-    grey = np.zeros((height, width, 3), np.float32)
-    return ImageRequest(
-        size=(height, width),
-        frames=frames,
-        image=grey if begins or pipeline.fills else None,
-        mask=np.ones((height, width), np.float32) if pipeline.fills else None,
-        controls=(grey,) * pipeline.follows,
     )
 
 

@@ -197,6 +197,11 @@ class Pipeline:
     cache: StepCache | None = None
     layout: tuple[Mesh, Rules] | None = None
 
+    @property
+    def begins(self) -> bool:
+        """Whether it draws videos that begin with an image."""
+        return self.frames is not None and self.frames.begin is not None
+
     def on_mesh(self, mesh: Mesh, rules: Rules) -> "Pipeline":
         """The pipeline with its denoiser's arrays on a mesh; text encoders and autoencoder stay.
 

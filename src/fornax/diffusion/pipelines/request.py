@@ -23,7 +23,7 @@ from fornax.diffusion.samplers import SAMPLERS, Table
 from fornax.diffusion.sampling import noised
 from fornax.diffusion.schedules import Schedule
 
-__all__ = ["ImageRequest", "plan", "shown"]
+__all__ = ["ImageRequest", "blank_request", "plan", "shown"]
 
 _SEEDS = 2**32
 _STEPS = 1000
@@ -195,6 +195,24 @@ def plan(pipeline: Pipeline, request: ImageRequest) -> Job:
     )
 
 
+def blank_request(pipeline: Pipeline, size: Size, **fields: Any) -> ImageRequest:
+    """A request with all images that the model cannot do without, but those that it edits: grey.
+
+    Args:
+      pipeline: the model.
+      size: of the images.
+      **fields: others of the request's.
+    """
+    grey = np.zeros((*size, 3), np.float32)
+    return ImageRequest(
+        size=size,
+        image=grey if pipeline.begins or pipeline.fills else None,
+        mask=np.ones(size, np.float32) if pipeline.fills else None,
+        controls=(grey,) * pipeline.follows,
+        **fields,
+    )
+
+
 def _seen(request: ImageRequest) -> tuple[np.ndarray, ...]:
     """The images beside which a prompt is read, uint8 [H, W, 3]."""
     if request.image is None or request.references:
@@ -299,7 +317,7 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
         raise ConfigError(
             "this model fills a part of a picture; give an image, and a mask of what to draw"
         )
-    if pipeline.frames is not None and pipeline.frames.begin and request.image is None:
+    if pipeline.begins and request.image is None:
         raise ConfigError("this model draws videos that begin with an image; give one (--image)")
     if len(request.controls) != pipeline.follows:
         follows = f"follows {pipeline.follows} images; give one for each ControlNet, in their order"
@@ -324,7 +342,7 @@ def _check_image(pipeline: Pipeline, request: ImageRequest, size: Size) -> None:
             if getattr(request, name) is not None:
                 raise ConfigError(f"{name} is of an image to start from; give an image too")
         return
-    if pipeline.frames is not None and pipeline.frames.begin is None:
+    if pipeline.frames is not None and not pipeline.begins:
         raise ConfigError("this model draws videos from text only; leave the image out")
     for name in ("mask", "strength") if pipeline.frames is not None else ():
         if getattr(request, name) is not None:

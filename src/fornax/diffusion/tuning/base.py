@@ -79,7 +79,7 @@ class Base:
         frames = self.pipeline.frames
         if (frames is None) == bool(count):
             check_sizes([size], self.network.denoiser.config)  # which says so
-        if frames is not None and frames.begin is not None and count == [1]:
+        if frames is not None and self.pipeline.begins and count == [1]:
             raise ConfigError(
                 "the model draws what follows a first frame, and examples of one frame have "
                 "nothing more; set data.frames to 1 + "
@@ -127,8 +127,7 @@ def open_base(config: DiffusionTuneConfig, folder: Path) -> Base:
     pipeline = pipeline_of(parts)
     if why := _not_tuned(pipeline):
         raise ConfigError(f"{folder} {why}")
-    begins = pipeline.frames is not None and pipeline.frames.begin is not None
-    if begins and isinstance(config.data, EncodedConfig):
+    if pipeline.begins and isinstance(config.data, EncodedConfig):
         raise ConfigError(
             f"{folder} draws from a first frame, of which data.path={config.data.path} has "
             "nothing; give videos, which this run encodes"

@@ -68,12 +68,13 @@ def _latents(config: DiffusionTuneConfig, base: Base) -> Latents:
     fixed = {"guidance": np.asarray(guidance, np.float32)}
     encoders = parts.fingerprint(*_ENCODERS, *_TOKENIZERS)
     seen = ""
-    if pipeline.frames is not None and pipeline.frames.begin is not None:
+    if pipeline.begins:
         seen = f" first {parts.fingerprint('image_encoder', 'image_processor')}"
     return Latents(
         size=base.latent_size,
         channels=pipeline.latent_shape(pipeline.size)[-1],
         images_key=f"{parts.fingerprint('vae')} {dtype}{tile}{seen}",
+        begins=pipeline.begins,
         sees=pipeline.sees,
         texts_key=f"{encoders} {parts.index['_class_name']} {dtype}",
         fixed=fixed if pipeline.guidance == "embedded" else {},

@@ -14,7 +14,7 @@ from fornax.diffusion.data import CachedExamples, Examples
 from fornax.diffusion.drawing import write_grid
 from fornax.diffusion.network import Network
 from fornax.diffusion.pipelines import ImageRequest, join, plan
-from fornax.diffusion.task import rate_of, spread_captions
+from fornax.diffusion.task import rate_of, spread, spread_captions
 from fornax.diffusion.tuning.base import Base, layout_of
 from fornax.mesh import hosts, tree_shardings
 from fornax.train import Samples
@@ -33,11 +33,10 @@ def grids_of(
     *count, height, width = examples.sizes[usual]
     prompts, images = list(said.prompts), [None]
     frames = pipeline.frames
-    if frames is not None and frames.begin is not None and isinstance(examples, CachedExamples):
-        found = np.flatnonzero(examples.bucket == usual)
-        found = found[np.linspace(0, len(found) - 1, min(said.count, len(found))).astype(int)]
-        prompts = prompts or [examples.caption(int(index)) for index in found]
-        images = [examples.first_frame(int(index)) for index in found]
+    if pipeline.begins and isinstance(examples, CachedExamples):
+        found = spread(np.flatnonzero(examples.bucket == usual), said.count)
+        prompts = prompts or [examples.caption(index) for index in found]
+        images = [examples.first_frame(index) for index in found]
     prompts = prompts or spread_captions(examples, said.count)
     rate = rate_of(config) if frames is None else getattr(config.data, "rate", None) or frames.rate
     jobs = [
