@@ -168,7 +168,7 @@ def agrees(config: TuneConfig) -> None:
     unread = held_alone(shapes_of(config)) if isinstance(config, RewardModelConfig) else 0
     assert state == pytest.approx(size.argument_size_in_bytes + unread, rel=0.005)
     made = memory.owned("gradients") + memory.owned("activations")
-    assert made == pytest.approx(size.temp_size_in_bytes, rel=0.35)
+    assert made == pytest.approx(size.temp_size_in_bytes, rel=0.2)
     assert programs.abstract.params  # something is trained
 
 

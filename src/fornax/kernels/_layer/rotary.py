@@ -92,25 +92,24 @@ def _formula(
     half = cos.shape[-1]
     if interleaved:
         x_BTNH = _halves(x_BTNH, half)
-    wide = x_BTNH.astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half : 2 * half]
+    first, second, *rest = _split(x_BTNH.astype(jnp.float32), half, 2 * half)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate([*turned, *_rest(wide, half)], axis=-1).astype(x_BTNH.dtype)
+    return jnp.concatenate([*turned, *rest], axis=-1).astype(x_BTNH.dtype)
 
 
 def _halves(x_BTNH: jax.Array, half: int) -> jax.Array:
     """The first numbers of all pairs, then the second ones, then what does not turn."""
-    pairs = x_BTNH[..., : 2 * half]
-    return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], *_rest(x_BTNH, half)], axis=-1)
+    pairs, *rest = _split(x_BTNH, 2 * half)
+    return jnp.concatenate([pairs[..., ::2], pairs[..., 1::2], *rest], axis=-1)
 
 
-def _rest(x_BTNH: jax.Array, half: int) -> list[jax.Array]:
-    """What does not turn, if anything.
+def _split(x_BTNH: jax.Array, *ends: int) -> list[jax.Array]:
+    """Heads cut at these elements; no part is empty.
 
-    An empty slice in a loop makes XLA's conversion of jaxlib 0.12 drop the attributes of the native
+    An empty one in a loop makes XLA's conversion of jaxlib 0.12 drop the attributes of the native
     calls beside it ("No registered implementation for untyped custom call").
     """
-    return [x_BTNH[..., 2 * half :]] if 2 * half < x_BTNH.shape[-1] else []
+    return jnp.split(x_BTNH, [end for end in ends if end < x_BTNH.shape[-1]], axis=-1)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

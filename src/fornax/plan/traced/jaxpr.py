@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -111,6 +112,10 @@ class _Step:
 def _steps(jaxpr: core.Jaxpr, known: dict[Any, _Array]) -> Iterator[_Step]:
     """The equations in order, those of calls in place of the call; fills in what is known."""
     for eqn in jaxpr.eqns:
+        if _changes_nothing(eqn):
+            (var,), (out,) = eqn.invars, eqn.outvars
+            known[out] = known[var] if isinstance(var, core.Var) else _Array(out.aval)
+            continue
         inside = _inside(eqn) if eqn.primitive.name in _CALLS else None
         if inside is None:
             for var in eqn.outvars:
@@ -340,6 +345,15 @@ def _bodies(step: _Step) -> tuple[list[core.Jaxpr], float]:
 
 def _open(program: Any) -> core.Jaxpr:
     return program.jaxpr if isinstance(program, core.ClosedJaxpr) else program
+
+
+def _changes_nothing(eqn: core.JaxprEqn) -> bool:
+    """Whether compilers drop it: names, and the rounding to its own dtype that JAX puts around what
+    a rematerialized layer keeps."""
+    if eqn.primitive.name == "reduce_precision":
+        own = jnp.finfo(eqn.invars[0].aval.dtype)
+        return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (own.nexp, own.nmant)
+    return eqn.primitive.name == "name"
 
 
 def _inside(eqn: core.JaxprEqn) -> Any:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from fornax import kernels
 from fornax.plan.traced import walk
@@ -112,6 +113,19 @@ def test_memory_is_what_is_alive_at_once():
 
     whole = traced(jax.grad(loop), shape(M, M), shape(16, M, M))
     assert 16 * size <= whole.peak_bytes <= 22 * size
+
+
+def test_names_and_rounding_to_the_own_dtype_are_no_arrays():
+    def run(round_to):
+        def step(x, w):
+            y = checkpoint_name(x @ w, "y")
+            return y @ w, jax.lax.reduce_precision(y, *round_to)
+
+        return traced(step, shape(64, 32), shape(32, 32))
+
+    product = 64 * 32 * 2
+    assert run((8, 7)).peak_bytes == 2 * product
+    assert run((5, 2)).peak_bytes == 3 * product
 
 
 def test_weights_of_a_loop_are_cast_before_it():
