@@ -1,7 +1,7 @@
 """Folders of components: what is read beside arrays cut by hand, both directions, wrong folders."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -200,6 +200,12 @@ def test_a_parameter_without_a_line_is_refused(folder, tmp_path):
     net.more = nnx.Param(jnp.zeros((2,)), axes=(None,))
     with pytest.raises(ConfigError, match="more has no line"):
         files.save(NET, net, tmp_path / "out")
+
+
+def test_parts_along_the_inputs_with_a_bias_each_are_refused(folder):
+    both = [replace(key, axis=1) for key in keys(Config())]
+    with pytest.raises(ConfigError, match="layers/q/bias and layers/k/bias are both blocks"):
+        files.load(replace(NET, keys=lambda config: both), folder)
 
 
 def test_a_folder_that_holds_one_variant_is_read_from_it(tmp_path):

@@ -205,7 +205,7 @@ def plan(module: nnx.Module, keys: Iterable[Key]) -> list[Tensor]:
 
     Raises:
       ConfigError: a parameter without a line, with two, or a line whose layers are not those of
-        the stack.
+        the stack; parts along the inputs that both have a bias.
     """
     variables = parameters(module)
     found: dict[str, list[Slot]] = {}
@@ -233,6 +233,12 @@ def plan(module: nnx.Module, keys: Iterable[Key]) -> list[Tensor]:
             f"{', '.join(missing)} has no line in the key map; only what its files' format can "
             "express is saved in it"
         )
+    for name, slots in found.items():
+        if len(slots) > 1 and slots[0].key.axis >= len(slots[0].stored_shape):
+            raise ConfigError(
+                f"{' and '.join(slot.path for slot in slots)} are both {name}, which cannot be "
+                f"divided along axis {slots[0].key.axis}; leave the bias to one of the modules"
+            )
     return [Tensor(name, tuple(slots)) for name, slots in found.items()]
 
 
