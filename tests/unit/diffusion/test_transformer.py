@@ -20,6 +20,7 @@ from fornax.diffusion.models import (
     save_component,
 )
 from fornax.diffusion.models.transformer import FractionalRopeConfig, RopeConfig
+from fornax.diffusion.models.transformer.positions import rotations
 from fornax.mesh import MeshConfig, make_mesh, tree_shardings, use_mesh
 from fornax.mesh.rules import DEFAULT_RULES
 
@@ -217,6 +218,12 @@ def test_wrong_configs_of_models_after_images_are_refused(change, message):
         dataclasses.replace(after_images(), **change)
     with pytest.raises(FornaxError, match="reference_axis=1 must be one of the 3 axes"):
         RopeConfig(axes=(2, 2, 4), sample_axes=(1, 2), reference_axis=1)
+
+
+def test_text_on_the_samples_axes_stands_on_its_diagonal():
+    config = RopeConfig(axes=(2, 2, 4), sample_axes=(1, 2), text="sample_axes")
+    for text, sample in zip(*rotations((3, 3), 3, 9, config), strict=True):
+        np.testing.assert_array_equal(text, sample[::4])
 
 
 def test_images_to_draw_after_are_told_apart_by_their_number():

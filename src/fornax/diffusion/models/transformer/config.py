@@ -203,9 +203,9 @@ class RopeConfig:
     """Whether rows and columns count from the middle, -ceil(n / 2) first (Qwen-Image)."""
     limits: tuple[int, ...] | None = None
     """Positions on each axis that there are; None for any."""
-    text: Literal["zero", "all", "axis"] = "zero"
+    text: Literal["zero", "all", "axis", "sample_axes"] = "zero"
     """Positions of text: zero on all axes; counted on all axes, from half the longer side of the
-    sample; counted on `text_axis`."""
+    sample; counted on `text_axis`; counted on each of `sample_axes`, from zero (Ovis-Image)."""
     text_axis: int = 0
     text_start: int = 0
     """Position of the first token, where it is counted on `text_axis`."""

@@ -90,6 +90,8 @@ def rotations(
             text[:] = (max(sides) + np.arange(text_slots))[:, None]
         case "axis":
             text[:, config.text_axis] = config.text_start + np.arange(text_slots)
+        case "sample_axes":
+            text[:, list(config.sample_axes)] = np.arange(text_slots)[:, None]
         case "zero":
             pass
     sample = np.zeros((slots, len(config.axes)))
