@@ -8,6 +8,7 @@ from diffusers import (
     DiTTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
+    OvisImageTransformer2DModel,
     PixArtTransformer2DModel,
     QwenImageTransformer2DModel,
     SanaTransformer2DModel,
@@ -142,6 +143,34 @@ def test_flux(options, tmp_path):
         guidance_B=None if guidance is None else jnp.asarray(guidance),
     )
     found = run(module, x, TIMES, condition)
+    check_output(packed(np.asarray(found)).numpy(), want)
+
+
+@pytest.mark.parametrize("options", [{"out_channels": 8}, {"out_channels": None}])
+@torch.no_grad()
+def test_ovis_image(options, tmp_path):
+    config = {
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 12,
+        "axes_dims_rope": (4, 6, 6),
+    }
+    network = randomized(OvisImageTransformer2DModel(**{**config, **options}))
+    module = loaded(network, tmp_path)
+    x, text = normal(2, 8, 6, 4), normal(2, 5, 12)
+    text_ids = torch.zeros(5, 3)
+    text_ids[:, 1:] = torch.arange(5)[:, None]
+    want = network(
+        packed(x),
+        encoder_hidden_states=torch.from_numpy(text),
+        timestep=torch.from_numpy(TIMES) / 1000,
+        img_ids=places(4, 3, 3),
+        txt_ids=text_ids,
+    ).sample
+    found = run(module, x, TIMES, Condition(text_BSD=jnp.asarray(text)))
     check_output(packed(np.asarray(found)).numpy(), want)
 
 

@@ -19,6 +19,7 @@ from fornax.diffusion.models.transformer.flux import FLUX
 from fornax.diffusion.models.transformer.flux2 import FLUX2
 from fornax.diffusion.models.transformer.hunyuan_video import HUNYUAN_VIDEO
 from fornax.diffusion.models.transformer.ltx import LTX_VIDEO
+from fornax.diffusion.models.transformer.ovis_image import OVIS_IMAGE
 from fornax.diffusion.models.transformer.own import OWN, DiTConfig
 from fornax.diffusion.models.transformer.pixart import PIXART
 from fornax.diffusion.models.transformer.qwen_image import QWEN_IMAGE
@@ -34,6 +35,7 @@ COMPONENTS = (
     FLUX2,
     HUNYUAN_VIDEO,
     LTX_VIDEO,
+    OVIS_IMAGE,
     OWN,
     PIXART,
     QWEN_IMAGE,

@@ -20,10 +20,8 @@ from fornax.diffusion.models.transformer.config import (
 )
 from fornax.diffusion.models.transformer.tables import (
     RMS,
-    attention_keys,
     embedder_keys,
-    feed_forward_keys,
-    joint_attention_keys,
+    joint_then_parallel_keys,
     patch_key,
 )
 from fornax.diffusion.models.transformer.transformer import Transformer
@@ -89,28 +87,13 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _keys(config: TransformerConfig) -> list[Key]:
-    joint, single = (range(run.count) for run in config.blocks)
-    double, lone = "transformer_blocks.{}", "single_transformer_blocks.{}"
     return [
         patch_key("x_embedder", config, unfolded=False),
         *embedder_keys("embedder/time", "time_text_embed.timestep_embedder"),
         *embedder_keys("embedder/guidance", "time_text_embed.guidance_embedder"),
         *embedder_keys("embedder/pooled", "time_text_embed.text_embedder"),
         Key("text/projection", "context_embedder"),
-        Key("blocks/0/sample/vectors/projection/linear", f"{double}.norm1.linear", layers=joint),
-        Key(
-            "blocks/0/text/vectors/projection/linear",
-            f"{double}.norm1_context.linear",
-            layers=joint,
-        ),
-        *joint_attention_keys("blocks/0", f"{double}.attn", joint),
-        *feed_forward_keys("blocks/0/sample/mlp", f"{double}.ff", joint),
-        *feed_forward_keys("blocks/0/text/mlp", f"{double}.ff_context", joint),
-        Key("blocks/1/vectors/projection/linear", f"{lone}.norm.linear", layers=single),
-        *attention_keys("blocks/1/attention", f"{lone}.attn", single)[:-1],
-        Key("blocks/1/mlp/up", f"{lone}.proj_mlp", layers=single),
-        Key("blocks/1/attention/out", f"{lone}.proj_out", layers=single, axis=1),
-        Key("blocks/1/mlp/down", f"{lone}.proj_out", layers=single, axis=1),
+        *joint_then_parallel_keys(config),
         Key("head/modulation/linear", "norm_out.linear", order=(1, 0)),
         Key("head/out", "proj_out", patch=config.patch, of_outputs=True),
     ]

@@ -21,6 +21,7 @@ __all__ = [
     "feed_forward_keys",
     "feed_forward_name",
     "joint_attention_keys",
+    "joint_then_parallel_keys",
     "patch_key",
     "qk_norm",
     "qk_norm_name",
@@ -146,4 +147,25 @@ def feed_forward_keys(path: str, name: str, layers: range) -> list[Key]:
         Key(f"{path}/up", f"{name}.net.0.proj", layers=layers),
         Key(f"{path}/gate", f"{name}.net.0.proj", layers=layers),
         Key(f"{path}/down", f"{name}.net.2", layers=layers),
+    ]
+
+
+def joint_then_parallel_keys(config: TransformerConfig) -> list[Key]:
+    """Blocks of Flux's kind, each with a modulation of its own: a run of joint ones, then a run of
+    parallel ones."""
+    joint, parallel = (range(run.count) for run in config.blocks)
+    double, lone = "transformer_blocks.{}", "single_transformer_blocks.{}"
+    sample, text = f"{double}.norm1.linear", f"{double}.norm1_context.linear"
+    return [
+        Key("blocks/0/sample/vectors/projection/linear", sample, layers=joint),
+        Key("blocks/0/text/vectors/projection/linear", text, layers=joint),
+        *joint_attention_keys("blocks/0", f"{double}.attn", joint),
+        *feed_forward_keys("blocks/0/sample/mlp", f"{double}.ff", joint),
+        *feed_forward_keys("blocks/0/text/mlp", f"{double}.ff_context", joint),
+        Key("blocks/1/vectors/projection/linear", f"{lone}.norm.linear", layers=parallel),
+        *attention_keys("blocks/1/attention", f"{lone}.attn", parallel)[:-1],
+        Key("blocks/1/mlp/up", f"{lone}.proj_mlp", layers=parallel),
+        Key("blocks/1/mlp/gate", f"{lone}.proj_mlp", layers=parallel),
+        Key("blocks/1/attention/out", f"{lone}.proj_out", layers=parallel, axis=1),
+        Key("blocks/1/mlp/down", f"{lone}.proj_out", layers=parallel, axis=1),
     ]
