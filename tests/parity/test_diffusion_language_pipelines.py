@@ -434,6 +434,45 @@ def test_z_image(tmp_path):
     assert again.tokenizer("a fox").input_ids == theirs.tokenizer("a fox").input_ids
 
 
+def ovis_image():
+    transformer = diffusers.OvisImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(4, 6, 6),
+    )
+    theirs = diffusers.OvisImagePipeline(
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=randomized(diffusers.AutoencoderKL(**VAE, shift_factor=0.1, scaling_factor=0.4)),
+        text_encoder=randomized(transformers.Qwen3Model(transformers.Qwen3Config(**LLM))),
+        tokenizer=tokenizer(chat=CHAT),
+        transformer=randomized(transformer),
+    )
+    return theirs, kl(theirs.vae)
+
+
+@torch.no_grad()
+def test_ovis_image(tmp_path):
+    """By text, of which padding is a part."""
+    theirs, _ = ovis_image()
+    theirs.save_pretrained(tmp_path / "model")
+    noise = normal(1, 8, 12, 4)
+    _, images, _ = drawn(tmp_path / "model", "A red fox", noise, size=(16, 24), guidance=4.0)
+    want = pictures(
+        theirs,
+        prompt="A red fox",
+        height=16,
+        width=24,
+        latents=theirs._pack_latents(channels_first(noise), 1, 4, 8, 12),
+        guidance_scale=4.0,
+    )
+    check(np.clip(images, -1, 1), want)
+
+
 def flux2_klein():
     vae = randomized(diffusers.AutoencoderKLFlux2(**VAE, latent_channels=4))
     vae.bn.running_mean.normal_()
@@ -485,7 +524,7 @@ def test_flux2_klein(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("make", [pixart_sigma, sana, qwen_image, z_image, flux2_klein])
+@pytest.mark.parametrize("make", [pixart_sigma, sana, qwen_image, z_image, ovis_image, flux2_klein])
 @torch.no_grad()
 def test_each_is_tuned_on_the_latents_of_its_autoencoder(make, tmp_path):
     """A step of adapters on one photo; of its latents mean and deviation are diffusers'."""

@@ -193,6 +193,35 @@ def _z_image(parts: Parts) -> Pipeline:
     return latent_pipeline(parts, "transformer", encode, patch=patch, side=128, steps=50, scale=6.0)
 
 
+_OVIS_IMAGE_INSTRUCTION = (
+    "Describe the image by detailing the color, quantity, text, shape, size, texture, spatial "
+    "relationships of the objects and background: "
+)
+_OVIS_IMAGE_BEFORE, _OVIS_IMAGE_LENGTH = 28, 256
+"""Tokens before the prompt, which are left out, and of the prompt and what follows it."""
+
+
+def _ovis_image(parts: Parts) -> Pipeline:
+    """Ovis-Image: Qwen3's last states, of an instruction and the prompt as a user's message; those
+    of padding are zeros, and are attended to."""
+    tokenizer, chat = parts.tokenizer("tokenizer"), parts.chat("tokenizer")
+    states, left = parts.language_model("text_encoder", (-1,)), parts.pads_left("tokenizer")
+    patch = parts.module("transformer").config.patch[0]
+    skipped, length = _OVIS_IMAGE_BEFORE, _OVIS_IMAGE_LENGTH
+
+    def encode(prompts: Prompts, size: Size, guidance: float) -> Condition:
+        asked = [
+            chat([_user(_OVIS_IMAGE_INSTRUCTION + text)], enable_thinking=False)
+            for text in texts(prompts)
+        ]
+        tokens_BS, mask_BS = tokenizer.encode(asked, skipped + length, left=left)
+        text_BSD = states(tokens_BS, mask_BS)
+        text_BSD = jnp.where(jnp.asarray(mask_BS)[..., None] != 0, text_BSD, 0)
+        return Condition(text_BSD=text_BSD[:, skipped:])
+
+    return latent_pipeline(parts, "transformer", encode, patch=patch, side=128, steps=50, scale=5.0)
+
+
 def _user(text: str) -> Mapping[str, str]:
     return {"role": "user", "content": text}
 
@@ -206,6 +235,7 @@ LANGUAGE_FAMILIES: Mapping[str, Callable[[Parts], Pipeline]] = {
     "QwenImagePipeline": _qwen_image,
     "QwenImageImg2ImgPipeline": _qwen_image,
     "QwenImageInpaintPipeline": _qwen_image,
+    "OvisImagePipeline": _ovis_image,
     "ZImagePipeline": _z_image,
     "ZImageImg2ImgPipeline": _z_image,
 }
