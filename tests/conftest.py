@@ -13,6 +13,7 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags(8)}".strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is not a path is not asked for outside
 
+import logging
 import time
 from collections.abc import Iterator
 
@@ -22,6 +23,7 @@ from tests.browser import browser, open_page
 from tests.memory import (
     cache_left_as_found,
     programs_let_go,
+    pytest_collection_finish,
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
@@ -32,6 +34,7 @@ __all__ = [
     "cache_left_as_found",
     "open_page",
     "programs_let_go",
+    "pytest_collection_finish",
     "pytest_sessionfinish",
     "pytest_terminal_summary",
     "pytest_testnodedown",
@@ -62,6 +65,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests of the packages that TESTS_FIRST names, between spaces."""
     first = set(os.environ.get("TESTS_FIRST", "").split())
     items.sort(key=lambda item: first.isdisjoint(item.path.parts))
+
+
+@pytest.fixture(autouse=True)
+def logging_left_as_found() -> Iterator[None]:
+    """Commands that serve or search send what Fornax logs to their own streams alone."""
+    names = ("fornax", "fornax.llm.access", "fornax.quant", "grpc", "opentelemetry", "uvicorn")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.propagate = propagate
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,11 @@ MOST_MB = 2500
 """Peak of a worker, at most."""
 _KEPT_MB = 1200
 """Below this programs stay: the next file may run them again, and freeing them takes a second."""
+_GROWN_MB = 300
+"""By this the process must have grown since programs were freed last: what is left then stays."""
+
+_left = 0
+"""What the process held after programs were freed last, in MB."""
 
 _peaks: dict[str, tuple[int, str]] = {}
 """Process to its peak, and the file in which it rose to that."""
@@ -54,17 +59,26 @@ def cache_left_as_found() -> Iterator[None]:
 def let_programs_go(above: int = _KEPT_MB) -> None:
     """Drop what was compiled, where the process has grown above some MB: for files with many models
     too."""
-    if "jax" in sys.modules and _resident_mb() > above:
+    global _left
+    if "jax" in sys.modules and _resident_mb() > max(above, _left + _GROWN_MB):
         import jax
 
         jax.clear_caches()
         gc.collect()
         if platform.libc_ver()[0] == "glibc":
             ctypes.CDLL(None).malloc_trim(0)
+        _left = _resident_mb()
+
+
+def pytest_collection_finish() -> None:
+    """Tests and imported modules stay until the end: no later collection looks at them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A worker tells its peak; the process that started it fails where one is too high."""
+    gc.unfreeze()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["peak"] = _risen

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.cases import one_in
 from tests.numerics.kernels.paged_codes import DTYPES, pages_of
 
 from fornax import kernels
@@ -42,7 +43,8 @@ def _step(implementation: str, shared: bool = False):
 
 @pytest.mark.parametrize("implementation", ["native", "xla", "reference"])
 @pytest.mark.parametrize(
-    ("tensor", "k_heads"), [(2, 4), (4, 4), (8, 8), (4, 2), (8, 2), (8, 1), (4, 8), (2, 1)]
+    ("tensor", "k_heads"),
+    one_in(3, [(2, 4), (4, 4), (8, 8), (4, 2), (8, 2), (8, 1), (4, 8), (2, 1)]),
 )
 def test_agrees_with_one_device(tensor: int, k_heads: int, implementation: str) -> None:
     rng = np.random.default_rng(0)

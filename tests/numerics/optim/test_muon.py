@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.cases import one_in
 
 from fornax.optim import Constant, Muon, OptimConfig, build
 from fornax.optim.muon import orthogonalize as ours
@@ -147,7 +148,7 @@ def test_one_matrix_moves_as_under_optax_in_float64(options):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.012)])
-@pytest.mark.parametrize("shape", [(3, 192, 192), (2, 192, 512), (2, 512, 192)])
+@pytest.mark.parametrize("shape", one_in(3, [((2, 192, 512),), ((3, 192, 192),), ((2, 512, 192),)]))
 def test_singular_values_are_those_of_the_polynomial_and_vectors_stay(shape, dtype, tolerance):
     """Against the singular value decomposition in float64, for matrices of condition 1,000."""
     rng = np.random.default_rng(5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.cases import one_in
 from tests.unit.models.conftest import CONFIGS, compiled, decoder_of, logits_of, tokens_of
 
 from fornax.config.errors import ConfigError
@@ -55,6 +56,7 @@ def test_left_padded_rows_equal_one_pass(name: str) -> None:
     np.testing.assert_allclose(found[ids > 0], expected[ids > 0], atol=2e-5)
 
 
+@pytest.mark.parametrize("name", one_in(3, sorted(CONFIGS)))
 def test_padding_between_chunks_is_skipped(name: str) -> None:
     """A row that had nothing to say for a while continues where it was."""
     tokens, ids = tokens_of(2, LENGTH), np.ones((2, LENGTH), np.int32)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.cases import one_in
 from tests.unit.models.conftest import decoder_of, tokens_of
 
 from fornax import kernels
@@ -59,7 +60,7 @@ def _stored(name: str, remat: str | Remat) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(vjp))
 
 
-@pytest.mark.parametrize("name", REMAT_NAMES)
+@pytest.mark.parametrize("name", one_in(3, REMAT_NAMES))
 def test_a_named_activation_is_kept(name: str) -> None:
     """Beside what is kept anyway: the layers' parameters, shared arrays, and each layer's input."""
     model = "experts" if name == "expert_down" else "biased"
@@ -120,7 +121,7 @@ def test_gradients_on_a_mesh_are_those_of_one_device(remat: str | Remat) -> None
         np.testing.assert_allclose(one, other, atol=1e-5 * max(1.0, np.abs(other).max()))
 
 
-@pytest.mark.parametrize("remat", ["dots", NAMED], ids=str)
+@pytest.mark.parametrize("remat", one_in(2, ["dots", NAMED]), ids=str)
 def test_bfloat16_is_kept_as_bits_on_cpu(remat: str | Remat) -> None:
     """Which changes no bit of a gradient."""
 

@@ -235,7 +235,6 @@ def test_a_log_that_cannot_be_written_stops_nothing(caplog):
     from fornax.serving.telemetry.logs import _Stdout
 
     write = _Stdout(Closed())
-    logging.getLogger("fornax").propagate = True
     write("one\n")
     write("two\n")
     assert [record.message for record in caplog.records] == [
@@ -244,7 +243,6 @@ def test_a_log_that_cannot_be_written_stops_nothing(caplog):
 
 
 def test_states_are_logged_and_a_failed_load_is_an_error(caplog):
-    logging.getLogger("fornax").propagate = True
     caplog.set_level(logging.INFO, "fornax.serving")
     log = StateLog()
     log.changed(StateChange("m", "2", "LOADING"))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.cases import one_in
 
 from fornax.checkpoint import Checkpointer
 from fornax.config import ConfigError, FornaxError
@@ -170,13 +171,16 @@ def never_had(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"spikes": {"snapshot_every": None}},
-        {"spikes": {"snapshot_every": None}, "save_every": 4},
-        {"spikes": {"snapshots": 1}, "save_every": 5},
-        {"log": LogConfig(every=4, tensorboard=True)},
-    ],
+    one_in(
+        2,
+        [
+            {},
+            {"spikes": {"snapshot_every": None}},
+            {"spikes": {"snapshot_every": None}, "save_every": 4},
+            {"spikes": {"snapshots": 1}, "save_every": 5},
+            {"log": LogConfig(every=4, tensorboard=True)},
+        ],
+    ),
     ids=["memory", "start", "checkpoint", "both", "sparse-log"],
 )
 def test_the_rest_of_the_run_is_that_of_data_that_never_had_the_batches(
@@ -258,7 +262,7 @@ def test_a_spike_in_the_last_step_and_one_before_the_data_end(tmp_path: Path):
     assert exact(tmp_path / "c") == exact(tmp_path / "d")
 
 
-@pytest.mark.parametrize("stop", [9, 12, 13, 20])
+@pytest.mark.parametrize("stop", one_in(2, [9, 12, 13, 20]))
 def test_a_stop_changes_nothing(stop: int, never_had: Path, tmp_path: Path):
     """The window, the list and the position come from the checkpoint."""
     bad = {12: NAN, 22: HUGE}

@@ -351,7 +351,7 @@ def _changes_nothing(eqn: core.JaxprEqn) -> bool:
     """Whether compilers drop it: names, and the rounding to its own dtype that JAX puts around what
     a rematerialized layer keeps."""
     if eqn.primitive.name == "reduce_precision":
-        own = jnp.finfo(eqn.invars[0].aval.dtype)
+        own = jnp.finfo(_Array(eqn.invars[0].aval).dtype)
         return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (own.nexp, own.nmant)
     return eqn.primitive.name == "name"
 

@@ -109,6 +109,7 @@ def pairs(config: PreferenceConfig, tmp_path_factory: pytest.TempPathFactory) ->
         for number in range(len(LOSSES))
     ],
 )
+@pytest.mark.slow
 def test_every_loss_learns_the_preference_from_five_seeds(pairs: Toy, number: int):
     for seed in SEEDS:
         _, found = pairs.run(24, seed=seed, edit=which(number))
