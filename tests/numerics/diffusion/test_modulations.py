@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tests.cases import one_in
 from tests.diffusion_folders import DIT, FLUX, SD3
 
 from fornax import kernels
@@ -18,12 +17,13 @@ from fornax.diffusion.models.transformer import embedder
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        pytest.param("DiTTransformer2DModel", DIT, marks=pytest.mark.slow),
-        pytest.param("SD3Transformer2DModel", SD3, marks=pytest.mark.slow),
+        ("DiTTransformer2DModel", DIT),
+        ("SD3Transformer2DModel", SD3),
         ("FluxTransformer2DModel", FLUX),
     ],
 )
-@pytest.mark.parametrize("remat", one_in(2, ["dots", "none"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots"])
 def test_a_transformer_is_the_same_as_with_modulations_in_its_loop(
     name: str, config: dict[str, Any], remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

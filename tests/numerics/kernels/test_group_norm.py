@@ -129,6 +129,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     check_grads(run, arrays, order=1, modes=("rev", "fwd"), atol=0.02, rtol=0.02, eps=1e-2)
 
 
+@pytest.mark.slow
 def test_it_is_differentiated_in_part_and_twice() -> None:
     """As the formula is: with frozen arrays, under vmap, and the gradient's own."""
     x, scale, bias = _arrays((2, 6, 8), "float32")

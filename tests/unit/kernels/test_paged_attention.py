@@ -5,6 +5,7 @@ S slots of a page, R rows (sequences), W pages of a table's row.
 """
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.cases import one_in
 from tests.memory import let_programs_go
 from tests.numerics.kernels.paged_codes import DTYPES, encoded, pages_of
 from tests.xla_flags import xla_flags
@@ -208,10 +210,10 @@ COMPANY = st.lists(
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        *((dtype, options) for dtype in (jnp.float32, jnp.bfloat16) for options in OPTIONS),
+        *one_in(3, itertools.product((jnp.float32, jnp.bfloat16), OPTIONS)),
         ("int8", "window"),
-        ("int8", "shared"),
         ("fp8", "softcap and sinks"),
+        pytest.param("int8", "shared", marks=pytest.mark.slow),
     ],
 )
 @hypothesis.settings(max_examples=25)
@@ -330,7 +332,7 @@ def test_codes_and_scales_are_those_of_the_formula(
     assert np.isnan(scales).sum() == 2
 
 
-@pytest.mark.parametrize("codes", DTYPES)
+@pytest.mark.parametrize("codes", one_in(2, DTYPES))
 def test_what_is_no_number_in_a_cache_of_codes_stays_its_sequences_own(codes: str) -> None:
     """Zeros, of which the scale is 0, are numbers."""
     numbers = np.ones((L, P, S, 2 * K, H))

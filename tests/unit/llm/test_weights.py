@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.cases import one_in
 from tests.gguf_blocks import gguf_file, random_blocks
 from tests.memory import let_programs_go
 from tests.unit.models.quantized_models import quantize_folder
@@ -247,7 +248,7 @@ def test_other_weights_are_rounded_to_the_files_formats(llama: Path, tmp_path: P
 # GGUF files
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", one_in(2, [True, False]))
 def test_a_gguf_files_own_blocks_are_served(
     tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,7 @@ def test_padding_between_chunks_is_skipped(name: str) -> None:
     np.testing.assert_allclose(found[1, ids[1] > 0], expected[0, : len(real)], atol=2e-5)
 
 
+@pytest.mark.parametrize("name", one_in(3, sorted(CONFIGS, reverse=True)))
 def test_a_document_goes_on_over_chunks_beside_another(name: str) -> None:
     tokens = tokens_of(2, LENGTH)
     ids = np.array([[1] * 8 + [2] * 8, [1] * 3 + [2] * 13], np.int32)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from tests.cases import one_in
 
 from fornax.config.errors import CheckpointError
 from fornax.mesh import MeshConfig, make_mesh
@@ -57,7 +58,7 @@ def test_gate_and_up_take_turns(saved: tuple[Decoder, Path]) -> None:
         np.testing.assert_array_equal(stored[f"{start}.down_proj"], experts.down.kernel[layer])
 
 
-@pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("sizes", one_in(2, [{"fsdp": 2, "expert": 2, "tensor": 2}, None]), ids=str)
 def test_they_are_read_back(saved: tuple[Decoder, Path], sizes: dict[str, int] | None) -> None:
     model, folder = saved
     mesh = None if sizes is None else make_mesh(MeshConfig(**sizes))

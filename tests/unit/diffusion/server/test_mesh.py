@@ -25,6 +25,7 @@ def drawn(pipeline, job):
     return np.concatenate([np.asarray(slots.latent(row)) for row in range(2)])
 
 
+@pytest.mark.slow
 def test_images_are_those_of_one_device():
     """With an adapter and a cache of steps."""
     rng = np.random.default_rng(0)

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.cases import one_in
 from tests.unit.plan.serving.conftest import MODELS
 
 from fornax.llm.build import build_engine
@@ -106,7 +105,8 @@ def test_a_real_engine_allocates_what_was_planned(
     assert pages == on_one_device(runner.executor.kv)
 
 
-@pytest.mark.parametrize("name", one_in(2, ["windowed", "llama"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "windowed"])
 def test_the_compiler_counts_the_same_bytes(name: str) -> None:
     """The step's own arguments on one CPU device: weights, pages, hidden states, vectors."""
     plan = planned(name, "float32", 1)
