@@ -113,9 +113,9 @@ def _refuse_unknown(cls: type, flags: Flags, program: str) -> None:
     for path, origin in flags.origins.items():
         if path[0] not in keys_of(cls):
             guess = nearest(path[0].replace("_", "-"), allowed)
-            hint = f"did you mean --{guess}? " if guess else ""
+            hint = f"did you mean --{guess}? It" if guess else "it"
             raise ConfigError(
-                f"{origin.split()[0]} is not a flag of {program}; {hint}It takes "
+                f"{origin.split()[0]} is not a flag of {program}; {hint} takes "
                 f"{', '.join(f'--{name}' for name in allowed)}"
             )
 
