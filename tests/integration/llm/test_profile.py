@@ -40,6 +40,7 @@ def test_calls_batches_and_requests_are_in_a_capture(tmp_path: Path) -> None:
         assert each.queued <= each.started <= each.first_token <= each.ended
 
 
+@pytest.mark.slow
 def test_a_server_is_captured_by_a_command(
     serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:

@@ -46,9 +46,10 @@ def autoencoder(config: WanAutoencoderConfig) -> WanAutoencoder:
     return create(AUTOENCODER_KL_WAN, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "chunk"),
-    [(CONFIG, 3), pytest.param(RESIDUAL, 2, marks=pytest.mark.slow)],
+    [(CONFIG, 3), (RESIDUAL, 2)],
     ids=["plain", "residual"],
 )
 def test_chunks_of_frames_are_the_whole(config, chunk):

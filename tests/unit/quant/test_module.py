@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.cases import one_in
 
 from fornax import adapters, export
 from fornax.adapters import LoRA
@@ -67,18 +68,28 @@ def far(found: jax.Array, wanted: jax.Array) -> float:
 
 @pytest.mark.parametrize(
     ("rule", "most"),
-    [
-        ({"weight_qtype": "int8"}, 0.02),
-        ({"weight_qtype": jnp.int4}, 0.3),
-        ({"weight_qtype": "int4", "tile_size": 16, "module_path": "attn/.*|lin|ein|down"}, 0.25),
-        ({"weight_qtype": "int8", "weight_calibration_method": "minmax"}, 0.02),
-        ({"weight_qtype": "int8", "weight_calibration_method": "rms,7"}, 0.08),
-        ({"weight_qtype": "int8", "act_qtype": "int8", "module_path": LINEAR}, 0.03),
-        (
-            {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "module_path": LINEAR},
-            0.15,
-        ),
-    ],
+    one_in(
+        2,
+        [
+            ({"weight_qtype": jnp.int4}, 0.3),
+            ({"weight_qtype": "int8"}, 0.02),
+            (
+                {"weight_qtype": "int4", "tile_size": 16, "module_path": "attn/.*|lin|ein|down"},
+                0.25,
+            ),
+            ({"weight_qtype": "int8", "weight_calibration_method": "minmax"}, 0.02),
+            ({"weight_qtype": "int8", "act_qtype": "int8", "module_path": LINEAR}, 0.03),
+            ({"weight_qtype": "int8", "weight_calibration_method": "rms,7"}, 0.08),
+            (
+                {
+                    "weight_qtype": "float8_e4m3fn",
+                    "act_qtype": "float8_e4m3fn",
+                    "module_path": LINEAR,
+                },
+                0.15,
+            ),
+        ],
+    ),
 )
 def test_every_kind_of_module_computes_nearly_the_same(rule: dict, most: float) -> None:
     module = both()

@@ -134,6 +134,7 @@ def _config() -> TrainConfig:
     )
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_training_step_are_one_devices_share() -> None:
     calls = calls_of_training(_config(), parse_topology("cpu:4"))
     attention = [each for each in calls if each.operation == "attention"]
@@ -144,6 +145,7 @@ def test_the_calls_of_a_training_step_are_one_devices_share() -> None:
     assert "linear_cross_entropy" in {each.operation for each in calls}
 
 
+@pytest.mark.slow
 def test_the_calls_of_serving_are_those_of_each_size_of_step(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(_config().model)))
     config = ServingConfig(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32)
