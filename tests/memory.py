@@ -19,8 +19,10 @@ MOST_MB = 2500
 """Peak of a worker, at most."""
 _KEPT_MB = 1200
 """Below this programs stay: the next file may run them again, and freeing them takes a second."""
-_GROWN_MB = 300
-"""By this the process must have grown since programs were freed last: what is left then stays."""
+_GROWN_MB = 200
+"""By this it must have grown since programs were freed last, as what was left then stays."""
+_FULL_MB = 1500
+"""Above this they are freed in any case."""
 
 _left = 0
 """What the process held after programs were freed last, in MB."""
@@ -60,7 +62,8 @@ def let_programs_go(above: int = _KEPT_MB) -> None:
     """Drop what was compiled, where the process has grown above some MB: for files with many models
     too."""
     global _left
-    if "jax" in sys.modules and _resident_mb() > max(above, _left + _GROWN_MB):
+    limit = max(above, min(_left + _GROWN_MB, _FULL_MB))
+    if "jax" in sys.modules and _resident_mb() > limit:
         import jax
 
         jax.clear_caches()

@@ -27,7 +27,7 @@ STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 15, "
 def small_process() -> Iterator[None]:
     """Many cases compile their own programs."""
     yield
-    let_programs_go(1600)
+    let_programs_go()
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:

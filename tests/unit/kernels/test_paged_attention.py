@@ -35,7 +35,7 @@ LENGTH = 600
 def small_process() -> Iterator[None]:
     """Many cases compile their own programs."""
     yield
-    let_programs_go(1600)
+    let_programs_go()
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:
