@@ -27,6 +27,7 @@ from tests.memory import (
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
+    small_process,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "pytest_sessionfinish",
     "pytest_terminal_summary",
     "pytest_testnodedown",
+    "small_process",
 ]
 
 # A shared machine is slow at times; what a property says does not depend on it. The examples are

@@ -58,6 +58,13 @@ def cache_left_as_found() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
+@pytest.fixture
+def small_process() -> Iterator[None]:
+    """For tests each of which compiles its own programs."""
+    yield
+    let_programs_go()
+
+
 def let_programs_go(above: int = _KEPT_MB) -> None:
     """Drop what was compiled, where the process has grown above some MB: for files with many models
     too."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -11,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.cases import one_in
-from tests.memory import let_programs_go
 from tests.one_core import printed_on_one_core_and_all
 
 from fornax import kernels
 from fornax.kernels._packed import native
 from fornax.kernels._packed.formats import Parts
+
+pytestmark = pytest.mark.usefixtures("small_process")
 
 SIZES = [(40, 60), (512, 1536), (1500, 100), (4096, 64), (7, 3)]
 """Inputs and outputs: whole and broken words, groups, panels and blocks."""
@@ -34,13 +34,6 @@ CASES = [
 ]
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-
-
-@pytest.fixture(autouse=True)
-def small_process() -> Iterator[None]:
-    """Each case compiles its own programs."""
-    yield
-    let_programs_go()
 
 
 def _weight(inputs: int, outputs: int) -> jnp.ndarray:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.cases import one_in
-from tests.memory import let_programs_go
 from tests.numerics.kernels.test_experts import WAYS, layer_of, plain, tokens_of
 from tests.numerics.kernels.test_packed import _seen
 
 from fornax import kernels
 from fornax.kernels import _native
+
+pytestmark = pytest.mark.usefixtures("small_process")
 
 native = pytest.mark.skipif(
     _native.unavailable("packed_experts") is not None, reason="needs a compiler"
@@ -35,13 +35,6 @@ CASES: dict[str, tuple[int, int, int, list[int]]] = {
     "broken words": (6, 7, 3, [2, 3]),
 }
 """Rows, inputs, outputs and the groups' sizes."""
-
-
-@pytest.fixture(autouse=True)
-def small_process() -> Iterator[None]:
-    """Each case compiles its own programs."""
-    yield
-    let_programs_go()
 
 
 def _arrays(case: str) -> tuple[jax.Array, jax.Array, jax.Array]:

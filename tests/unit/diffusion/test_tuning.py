@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,7 +13,6 @@ from flax import nnx
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 from tests.diffusion_folders import WAN, write_component, write_folder
-from tests.memory import let_programs_go
 
 from fornax.adapters import LoRA
 from fornax.cli.main import main
@@ -59,14 +57,9 @@ from fornax.diffusion.tuning import tune
 from fornax.mesh import MeshConfig
 from fornax.optim import Constant, OptimConfig
 
+pytestmark = pytest.mark.usefixtures("small_process")
+
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def small_process() -> Iterator[None]:
-    """Each run compiles its own programs."""
-    yield
-    let_programs_go()
 
 
 @pytest.fixture(scope="module")

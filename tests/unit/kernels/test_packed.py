@@ -3,31 +3,24 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.cases import one_in
-from tests.memory import let_programs_go
 
 from fornax import kernels
 from fornax.config.errors import KernelError
 from fornax.kernels._native import build, units
 from fornax.mesh import MeshConfig, make_mesh, use_mesh
 
+pytestmark = pytest.mark.usefixtures("small_process")
+
 IMPLEMENTATIONS = ["native", "plain"]
 PRECISIONS = ["float32", "bfloat16", "int8", "int4", "fp8", "mxfp4"]
 STEPS = {"float32": 0.0, "bfloat16": 2**-8, "int8": 0.5 / 127, "int4": 1 / 15, "fp8": 2**-4}
 """Largest error of a weight, as a share of the greatest; of mxfp4 0.25."""
-
-
-@pytest.fixture(autouse=True)
-def small_process() -> Iterator[None]:
-    """Many cases compile their own programs."""
-    yield
-    let_programs_go()
 
 
 def _normal(*shape: int, seed: int = 0) -> jax.Array:

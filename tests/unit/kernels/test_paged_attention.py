@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import hypothesis
@@ -20,22 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.cases import one_in
-from tests.memory import let_programs_go
 from tests.numerics.kernels.paged_codes import DTYPES, encoded, pages_of
 from tests.xla_flags import xla_flags
 
 from fornax import kernels
 from fornax.kernels._paged_attention.call import PagedCall, WriteCall
 
+pytestmark = pytest.mark.usefixtures("small_process")
+
 L, P, S, K, H, N = 2, 40, 8, 2, 32, 4
 LENGTH = 600
-
-
-@pytest.fixture(autouse=True)
-def small_process() -> Iterator[None]:
-    """Many cases compile their own programs."""
-    yield
-    let_programs_go()
 
 
 def _arguments(**changes: Any) -> dict[str, Any]:

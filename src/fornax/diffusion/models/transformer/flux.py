@@ -6,7 +6,6 @@ patch, so the sample is the latents as an autoencoder gives them.
 
 from typing import Any
 
-from fornax.config.errors import ConfigError
 from fornax.diffusion.models.files import Component, Fields
 from fornax.diffusion.models.keys import Key
 from fornax.diffusion.models.transformer.config import (
@@ -22,6 +21,7 @@ from fornax.diffusion.models.transformer.tables import (
     RMS,
     embedder_keys,
     joint_then_parallel_keys,
+    packed_channels,
     patch_key,
 )
 from fornax.diffusion.models.transformer.transformer import Transformer
@@ -35,18 +35,15 @@ def _read(fields: Fields) -> TransformerConfig:
     heads, head_dim = fields.take("num_attention_heads", 24), fields.take("attention_head_dim", 128)
     width = heads * head_dim
     fields.only("patch_size", 1)
-    packed, out = fields.take("in_channels", 64), fields.take("out_channels", None)
-    for name, channels in (("in_channels", packed), ("out_channels", out)):
-        if channels is not None and channels % 4:
-            raise ConfigError(f"{name}={channels} is not of 2 x 2 places; use a multiple of 4")
+    channels, out = packed_channels(fields, out=None)
     joint = BlockConfig(kind="joint", qk_norm=RMS, mlp=MLPConfig(hidden=4 * width))
     single = BlockConfig(
         kind="parallel", qk_norm=RMS, mlp=MLPConfig(hidden=4 * width, down_bias=False)
     )
     return TransformerConfig(
         class_name="FluxTransformer2DModel",
-        channels=packed // 4,
-        out_channels=None if out is None else out // 4,
+        channels=channels,
+        out_channels=out,
         patch=_PATCH,
         num_heads=heads,
         head_dim=head_dim,

@@ -7,7 +7,6 @@ Flux's blocks with gated MLPs, without pooled text and guidance. Their pipeline 
 from dataclasses import replace
 from typing import Any
 
-from fornax.config.errors import ConfigError
 from fornax.diffusion.models.files import Component, Fields
 from fornax.diffusion.models.keys import Key
 from fornax.diffusion.models.transformer.config import (
@@ -22,6 +21,7 @@ from fornax.diffusion.models.transformer.tables import (
     RMS,
     embedder_keys,
     joint_then_parallel_keys,
+    packed_channels,
     patch_key,
 )
 from fornax.diffusion.models.transformer.transformer import Transformer
@@ -32,18 +32,15 @@ __all__ = ["OVIS_IMAGE"]
 def _read(fields: Fields) -> TransformerConfig:
     heads, head_dim = fields.take("num_attention_heads", 24), fields.take("attention_head_dim", 128)
     fields.only("patch_size", 1)
-    packed, out = fields.take("in_channels", 64), fields.take("out_channels", 64)
-    for name, channels in (("in_channels", packed), ("out_channels", out)):
-        if channels is not None and channels % 4:
-            raise ConfigError(f"{name}={channels} is not of 2 x 2 places; use a multiple of 4")
+    channels, out = packed_channels(fields, out=64)
     mlp = MLPConfig(kind="gated", hidden=4 * heads * head_dim, activation="silu")
     joint = BlockConfig(kind="joint", qk_norm=RMS, mlp=mlp)
     # One projection gives the sum of both branches, and its bias is the attention's.
     single = BlockConfig(kind="parallel", qk_norm=RMS, mlp=replace(mlp, down_bias=False))
     return TransformerConfig(
         class_name="OvisImageTransformer2DModel",
-        channels=packed // 4,
-        out_channels=None if out is None else out // 4,
+        channels=channels,
+        out_channels=out,
         patch=(2, 2),
         num_heads=heads,
         head_dim=head_dim,

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 
 from fornax.config.errors import ConfigError
+from fornax.diffusion.models.files import Fields
 from fornax.diffusion.models.keys import Key
 from fornax.diffusion.models.transformer.config import (
     OWN_CLASS,
@@ -22,6 +23,7 @@ __all__ = [
     "feed_forward_name",
     "joint_attention_keys",
     "joint_then_parallel_keys",
+    "packed_channels",
     "patch_key",
     "qk_norm",
     "qk_norm_name",
@@ -148,6 +150,22 @@ def feed_forward_keys(path: str, name: str, layers: range) -> list[Key]:
         Key(f"{path}/gate", f"{name}.net.0.proj", layers=layers),
         Key(f"{path}/down", f"{name}.net.2", layers=layers),
     ]
+
+
+def packed_channels(fields: Fields, out: int | None) -> tuple[int, int | None]:
+    """Channels of a place in and out, of files that count those of 2 x 2 packed ones; `out` is what
+    these have out where they do not say.
+
+    Raises:
+      ConfigError: no multiple of four.
+    """
+    given = {"in_channels": fields.take("in_channels", 64)}
+    given["out_channels"] = fields.take("out_channels", out)
+    for name, channels in given.items():
+        if channels is not None and channels % 4:
+            raise ConfigError(f"{name}={channels} is not of 2 x 2 places; use a multiple of 4")
+    packed, out = given.values()
+    return packed // 4, None if out is None else out // 4
 
 
 def joint_then_parallel_keys(config: TransformerConfig) -> list[Key]:
